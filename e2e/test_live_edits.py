@@ -164,8 +164,8 @@ async def test_a_switch_of_strategy_breaks_no_stream(
         sizes = cluster.manifest["spec"]["chunkSizes"]
         prefill, decode = strategy.sliders.resolve(sizes["prefillHeavy"], sizes["decodeHeavy"], MAX_BATCH_TOKENS)
 
-        # Strategies have chunk sizes of their own, but for EcoServe and Sluice: between these two, streams may end
-        # before the switch is in force. The launcher makes no plan where it is in force already.
+        # Strategies have chunk sizes of their own, but for DynaServe, EcoServe and Sluice: between these, streams may
+        # end before the switch is in force. The launcher makes no plan where it is in force already.
         def is_reached(status: dict[str, Any]) -> bool:
             is_acknowledged = all(r["acknowledged_generation"] == r["generation"] for r in status["routers"])
             is_taken = chunk_sizes(status) == sorted([prefill, prefill, decode, decode])

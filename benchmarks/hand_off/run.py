@@ -1,6 +1,6 @@
-"""Hand-off pause on real CPU engines of the tiny model: last token from the source to first token from the target.
+"""Hand-off pause on real or emulated engines: last token from the source to first token from the target.
 
-    .venv/bin/python -m benchmarks.hand_off.run [--json OUT] [--quick] [--contexts 64,256,...] [--trips N]
+    .venv/bin/python -m benchmarks.hand_off.run [--emulated] [--json OUT] [--quick] [--contexts 64,...] [--trips N]
 
 `sluice up` runs real engines and a router; moves are asked for on the router's control port; token times are the
 client's. First contact comes first, while all engines are new to each other; then one pair of engines is measured by
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 CONTEXTS_TOKENS = (64, 256, 1024, 2048, 3500)
 LONGEST_CONTEXT_TOKENS = 4000
 CHUNK_TOKENS = 512
+# Iterations of a decode take 22 ms there.
+EMULATED_GPU = "a100-80g"
+EMULATED_MODEL = "qwen2.5-14b"
 FIRST_CONTACT_PROMPT_TOKENS = 256
 # On a circle of a prime number of engines, steps of each length up to half of it meet every pair exactly once.
 CIRCLE_SIZES = (3, 5, 7, 11)
@@ -180,6 +183,8 @@ def make_cluster_manifest(options: argparse.Namespace) -> dict[str, Any]:
     spec = manifest["spec"]
     spec["strategy"] = "Aggregated"
     spec["chunkSizes"]["prefillHeavy"] = CHUNK_TOKENS
+    if options.emulated:
+        spec["engine"]["emulation"] = {"gpu": EMULATED_GPU, "model": EMULATED_MODEL}
     # No objective is at stake here, and a queue of prefills is wanted.
     spec["slo"] |= {"ttftMilliseconds": 60_000, "tpotMilliseconds": 10_000}
     return manifest
@@ -190,6 +195,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures, with every hop, to this file")
     parser.add_argument("--quick", action="store_true", help="a smoke run of under a minute; its figures mean little")
+    parser.add_argument("--emulated", action="store_true", help="emulated engines, which schedule ahead as GPUs do")
     parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS_TOKENS)), help="prompt lengths, in tokens")
     parser.add_argument("--trips", type=int, default=25, help="trips there and back per cell (default %(default)s)")
     parser.add_argument(

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", str)
 EngineId = NewType("EngineId", str)
@@ -36,6 +36,7 @@ class MoveCause(StrEnum):
     """Why a request should leave an engine."""
 
     PREFILL_DONE = "prefill_done"
+    SPLIT = "split"
     DEGRADE = "degrade"
     BACKFLOW = "backflow"
     DRAIN = "drain"
@@ -131,6 +132,7 @@ class PrefillRequest:
             tokens), on the same clock as ``arrival_s``. The earliest has the largest TPOT debt and goes first.
         cached_tokens: Of these tokens, those expected in the prefix caches of engines; 0 in those not named.
         turn: Its place where requests of several owners wait (``fair_share``); 0: only one owner's do.
+        max_output_tokens: Most tokens of its answer; 0: not known.
     """
 
     request_id: RequestId
@@ -143,6 +145,7 @@ class PrefillRequest:
     next_token_due_s: float = 0.0
     cached_tokens: Mapping[EngineId, int] = field(default_factory=dict)
     turn: int = 0
+    max_output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +178,18 @@ class PlacementCandidate:
     cached_tokens: int = 0
 
 
+class Leg(NamedTuple):
+    """A part of a request that one engine computes: a micro-request (DynaServe, section 3.1).
+
+    Args:
+        engine_id: The engine.
+        end_token: Tokens of prompt and output, counted from the first one, of which KV is there when the part ends.
+    """
+
+    engine_id: EngineId
+    end_token: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Decision: the prefill goes to ``engine_id``.
@@ -186,6 +201,7 @@ class Place:
         reason: ``feasible``; ``least_late`` or ``random`` when nothing is (``EarlyRejection``); ``unproven`` when a
             rejection would rest on an idle or barely fitted engine; ``recovery``.
         is_feasible: False when the TTFT SLO will probably be missed.
+        route: The parts of a request that is split, in order, the first one on ``engine_id``; empty: it is not.
     """
 
     request_id: RequestId
@@ -193,6 +209,7 @@ class Place:
     predicted_ttft_s: float
     reason: str
     is_feasible: bool
+    route: tuple[Leg, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +282,10 @@ class FlowParameters:
         credit_s: Prefill work, in seconds, that an engine is given ahead; 0: all of it, as it arrives.
         macro_instance_least: N_l, engines of the macro instance that a split makes (EcoServe, section 3.5.1).
         macro_instance_most: N_u, most engines of one; it counts as ``2 * N_l - 1`` where it is less.
+        split_search_steps: K, most steps of the search for a split (DynaServe, section 4.1, Algorithm 1).
+        split_margin_tokens: Tokens that a predicted output is taken to be longer (DynaServe, section 5).
+        tbt_target_s: S, what an iteration with decodes may take (DynaServe, section 4.2, Algorithm 2); 0: the least
+            TPOT objective of the decodes.
     """
 
     watermark: float = 0.95
@@ -280,6 +301,9 @@ class FlowParameters:
     credit_s: float = 0.1
     macro_instance_least: int = 4
     macro_instance_most: int = 16
+    split_search_steps: int = 6
+    split_margin_tokens: int = 20
+    tbt_target_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,13 @@ from sluice_core.kv import KvBlocks, blocks_for_tokens
 from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.batching import EngineBatch, RequestKind
 from sluice_core.scheduling.decode_flow import FlowRequest
+from sluice_core.scheduling.decode_order import SPLIT_LEAD_TOKENS
 from sluice_core.sim.cell import NoGrant, TtftEnd
 
 # Ends of iterations that a busy engine takes to carry out what it is told (docs/internals/simulator.md).
 TO_GRANT, TO_HAND_OFF, TO_PULL, TO_NOTICE, TO_JOIN, TO_RELEASE = 1, 2, 1, 1, 3, 3
+TO_OFFER, TO_HEAR = 1, 3
+TAIL_TOKENS = 64  # what is computed rather than pulled; engines of the tests have blocks of up to half as many
 
 
 @dataclass(eq=False)
@@ -40,6 +43,9 @@ class NaiveMove:
     stay: int
     arriving: int = 0  # blocks that the target has set aside
     blocks: int = 0  # that the source has pinned
+    copied: int = 0  # tokens whose KV the target has
+    offered: int = 0
+    parts: int = 0
 
 
 @dataclass
@@ -73,6 +79,7 @@ class AheadEngine(NaiveEngine):
         self.limbo = []  # first iteration that may use them, blocks, whose they were
         self.errands = []  # ends of iterations until then, what to do
         self.log = []
+        self.members.split_lead_tokens = SPLIT_LEAD_TOKENS
 
     # --- blocks: the table of a request or move is what it holds ---
 
@@ -187,6 +194,7 @@ class AheadEngine(NaiveEngine):
                 if self.joins_end_ttft and len(request.tokens) == 1:
                     request.first_s = now
         context = sum(r.kv_tokens + 1 for r in plan.decodes)
+        self.note_shape(plan.decodes, [(tokens, before) for _, tokens, before in plan.chunks])
         time_s = self.setup.profile.estimate_iteration_s(
             prefill_tokens + len(plan.decodes),
             len(plan.chunks),
@@ -195,7 +203,7 @@ class AheadEngine(NaiveEngine):
             len(plan.decodes),
             context,
         )
-        self.ends_at_s = now + time_s
+        self.ends_at_s, self.duration_s = now + time_s, time_s
         self.log.append((now, time_s, len(plan.decodes), prefill_tokens, len(plan.chunks), self.used(), context))
         return self.ends_at_s
 
@@ -331,6 +339,7 @@ class AheadEngine(NaiveEngine):
         self.is_running, self.is_between = False, True
         self.num_ended += 1
         plan, batch, self.batch = self.current, self.batch, None
+        self.policy.record_iteration(self.shape, self.duration_s)
         if not plan.is_alone:
             self.members.advance([r.name for r in self.decodes if r not in plan.decodes])
         self.in_flight, self.ended_in_flight = self.number, []
@@ -349,6 +358,7 @@ class AheadEngine(NaiveEngine):
     def end_request(self, request, now):
         if len(request.tokens) < request.arrival.output_tokens:
             return False
+        self.finished.append(request)
         if request in self.decodes:
             self.leave(request)
         self.pool.fill(request, request.kv_tokens)
@@ -384,6 +394,7 @@ class NaiveAheadSimulation(NaiveSimulation):
 
     def end(self, engine):
         engine.end(self.now)
+        self.note_finished(engine)
         for request in engine.prefilled:
             engine.pool.fill(request, request.kv_tokens)
         self.park_prefilled(engine)
@@ -398,6 +409,8 @@ class NaiveAheadSimulation(NaiveSimulation):
     # --- moves: each step waits until its engine looks ---
 
     def tell(self, engine, num_ends, call, move):
+        if call == self.hand_off and move.cause is MoveCause.SPLIT and move.request.is_decoding:
+            num_ends = max(num_ends, move.request.split - len(move.request.tokens))  # where it was planned
         if engine.is_running or engine.is_between:
             engine.errands.append((engine.num_ended + num_ends, call, move))
         else:
@@ -444,6 +457,7 @@ class NaiveAheadSimulation(NaiveSimulation):
             source=source.setup.engine_id,
             num_blocks=blocks,
             tpot_slo_s=request.arrival.slo.tpot_s,
+            planned_target=request.route[1].engine_id if request.route else None,
         )
         target = self.router.target(self.now, asked, self.table)
         if target is None:
@@ -478,10 +492,58 @@ class NaiveAheadSimulation(NaiveSimulation):
             move.request.is_leaving = False
         elif self.has_room(move):
             move.target.grant(move, move.num_blocks)
-            self.send(move.source, TO_HAND_OFF, self.hand_off, move)
+            if self.options.copies_kv and self.count_tokens(move) > move.source.block:
+                self.send(move.source, TO_OFFER, self.offer, move)
+            else:
+                self.send(move.source, TO_HAND_OFF, self.hand_off, move)
         else:
             move.request.is_leaving = False
             self.num_blocked += 1
+
+    def count_tokens(self, move):
+        return move.request.arrival.prompt_tokens + len(move.request.tokens)
+
+    def offer(self, move):
+        if not self.is_still_there(move):
+            self.give_up(move)
+            return
+        move.offered = (self.count_tokens(move) - 1) // move.source.block * move.source.block
+        if move.offered == move.copied:
+            self.send(move.source, TO_HAND_OFF, self.hand_off, move)
+        else:
+            self.send(move.target, TO_PULL, self.pull_part, move)
+
+    def pull_part(self, move):
+        if not self.is_still_there(move):
+            self.give_up(move)
+            return
+        move.parts += 1
+        arrives_at_s = self.use_link(move.source, move.offered - move.copied)
+        self.at(arrives_at_s, self.tell, move.target, TO_HEAR, self.hear, move)
+
+    def hear(self, move):
+        if not self.is_still_there(move):
+            self.give_up(move)
+            return
+        move.copied = move.offered
+        # The source makes some more until it hands off.
+        if move.parts < 4 and self.count_tokens(move) + 4 - move.copied > TAIL_TOKENS:
+            self.send(move.source, TO_OFFER, self.offer, move)
+        else:
+            self.send(move.source, TO_HAND_OFF, self.hand_off, move)
+
+    def give_up(self, move):
+        move.request.is_leaving = False
+        move.target.ungrant(move)
+        if not move.target.is_between:
+            self.start_engine(move.target)
+
+    def use_link(self, source, num_tokens):
+        link = source.setup.link
+        name = link.name or source.setup.engine_id
+        bytes_s = num_tokens * source.setup.kv_bytes_per_token / link.speed.bytes_per_s
+        self.links[name] = max(self.now, self.links.get(name, 0.0)) + bytes_s
+        return self.links[name] + link.speed.latency_s
 
     def is_still_there(self, move):
         return move.request.is_decoding and move.request.stays == move.stay
@@ -502,12 +564,10 @@ class NaiveAheadSimulation(NaiveSimulation):
         request, source, target = move.request, move.source, move.target
         more = blocks_for_tokens(request.kv_tokens, source.block) - move.num_blocks
         if not self.is_still_there(move) or more > target.free():
-            request.is_leaving = False
-            target.ungrant(move)
-            if not target.is_between:
-                self.start_engine(target)
+            self.give_up(move)
             return
         source.leave(request)
+        request.route = ()
         source.pool.fill(request, request.kv_tokens)
         source.pool.tables[move] = source.pool.tables.pop(request)
         source.pinned.append(move)
@@ -520,11 +580,13 @@ class NaiveAheadSimulation(NaiveSimulation):
 
     def pull(self, move):
         request, source, target = move.request, move.source, move.target
-        link = source.setup.link
-        name = link.name or source.setup.engine_id
-        bytes_s = request.kv_tokens * source.setup.kv_bytes_per_token / link.speed.bytes_per_s
-        self.links[name] = max(self.now, self.links.get(name, 0.0)) + bytes_s
-        arrives_at_s = self.links[name] + link.speed.latency_s
+        missing = request.kv_tokens - move.copied
+        most = TAIL_TOKENS if move.copied else target.block - 1
+        if self.options.copies_kv and missing <= most:
+            self.tell(source, TO_RELEASE, self.release, move)
+            self.take_in(move)
+            return
+        arrives_at_s = self.use_link(source, missing)
         row = request.name, move.cause.value, self.now, arrives_at_s, source.setup.engine_id, target.setup.engine_id
         self.transfers.append(row)
         self.at(arrives_at_s, self.tell, target, TO_NOTICE, self.notice, move)

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 
 from sluice_core.kv import KvBlocks, blocks_for_tokens
-from sluice_core.records import EngineLoad, Hold, MoveCause, Place, PrefillRequest, RequestId
+from sluice_core.records import EngineLoad, Hold, IterationShape, MoveCause, Place, PrefillRequest, RequestId
 from sluice_core.scheduling.batching import EngineBatch, RequestKind
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.decode_order import DecodeSet
@@ -102,10 +102,15 @@ class NaiveRequest:
     source: object = None
     target: object = None
     arriving: int = 0  # blocks on their way
+    route: tuple = ()  # its parts, while the first one runs
 
     @property
     def name(self):
         return RequestId(str(self.index))
+
+    @property
+    def split(self):
+        return self.route[0].end_token - self.arrival.prompt_tokens + 1 if self.route else 0
 
     @property
     def kv_tokens(self):
@@ -125,7 +130,9 @@ class NaiveEngine:
         self.freed = False
         self.members = DecodeSet(block_size_tokens=self.block, max_num_seqs=setup.max_num_seqs)
         self.members.role = setup.role
+        self.members.split_lead_tokens = 0
         self.last_batch = (0, 0)
+        self.finished, self.shape, self.duration_s = [], None, 0.0
 
     def used(self):
         promised = sum(r.blocks - len(self.pool.tables[r]) for r in self.queue if r.blocks)
@@ -162,6 +169,7 @@ class NaiveEngine:
             since_first_token_s=now - request.first_s,
             tpot_slo_s=request.arrival.slo.tpot_s,
             is_moved_in=request.is_moved_in,
+            split_tokens=request.split,
         )
 
     def begin_decode(self, request, now):
@@ -219,6 +227,7 @@ class NaiveEngine:
         self.batch = [r for r, _, _ in chunks if r.computed == r.to_compute]
         self.queue = [r for r in self.queue if r not in self.batch]
         prefill_tokens = sum(c for _, c, _ in chunks)
+        self.note_shape(decodes, [(c, before) for _, c, before in chunks])
         time_s = self.setup.profile.estimate_iteration_s(
             prefill_tokens + len(decodes),
             len(chunks),
@@ -227,9 +236,18 @@ class NaiveEngine:
             len(decodes),
             sum(r.kv_tokens + 1 for r in decodes),
         )
-        self.ends_at_s = now + time_s
+        self.ends_at_s, self.duration_s = now + time_s, time_s
         self.last_batch = (len(decodes), prefill_tokens)
         return self.ends_at_s
+
+    def note_shape(self, decodes, chunks):
+        self.shape = IterationShape(
+            prefill_tokens=sum(c for c, _ in chunks),
+            attention_work=sum(c * (before + c / 2) for c, before in chunks),
+            num_chunks=len(chunks),
+            num_decodes=len(decodes),
+            decode_context_tokens=sum(r.kv_tokens + 1 for r in decodes),
+        )
 
     def grows(self, request):
         return int(request.kv_tokens % self.block == 0)
@@ -286,6 +304,7 @@ class NaiveEngine:
 
     def end(self, now):
         batch, self.batch = self.batch, None
+        self.policy.record_iteration(self.shape, self.duration_s)
         if self.running or not self.decodes:
             self.members.advance()
         for request in self.running:
@@ -295,6 +314,7 @@ class NaiveEngine:
                 self.leave(request)
                 self.free_blocks_of(request)
                 self.freed = True
+                self.finished.append(request)
         for request in batch:
             request.tokens.append(now)
             if len(request.tokens) == 1:
@@ -302,6 +322,7 @@ class NaiveEngine:
             if len(request.tokens) == request.arrival.output_tokens:
                 self.free_blocks_of(request)
                 self.freed = True
+                self.finished.append(request)
             else:
                 self.begin_decode(request, now)
         self.members.observe_kv(
@@ -447,6 +468,7 @@ class NaiveSimulation:
             if isinstance(decision, Place):
                 engine = self.engines[decision.engine_id]
                 engine.submits += 1
+                request.route = decision.route
                 engine.enqueue(request, RequestKind.RECOVERY if request.tokens else RequestKind.NEW_PROMPT)
                 self.table.mark_submitted(decision.engine_id, request.name, engine.submits)
                 self.start_engine(engine)
@@ -461,6 +483,7 @@ class NaiveSimulation:
 
     def end(self, engine):
         engine.end(self.now)
+        self.note_finished(engine)
         may_place = engine.freed or engine.prefilled
         self.park_prefilled(engine)
         if engine.decodes:
@@ -470,6 +493,11 @@ class NaiveSimulation:
             self.place_parked()
         self.start_engine(engine)
         self.look_again()
+
+    def note_finished(self, engine):
+        for request in engine.finished:
+            self.router.note_finished(request.name, len(request.tokens))
+        engine.finished = []
 
     def look_again(self):
         if self.held:
@@ -497,6 +525,7 @@ class NaiveSimulation:
         if target is None and not waits:
             return False
         engine.leave(request)
+        request.route = ()
         engine.pinned.append(request)
         request.source = engine
         if proposal.cause is MoveCause.BACKFLOW:
@@ -541,6 +570,7 @@ class NaiveSimulation:
             source=source.setup.engine_id,
             num_blocks=request.blocks,
             tpot_slo_s=request.arrival.slo.tpot_s,
+            planned_target=request.route[1].engine_id if request.route else None,
         )
         engine_id = self.router.target(self.now, asked, self.table)
         return None if engine_id is None else self.engines[engine_id]

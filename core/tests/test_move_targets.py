@@ -41,7 +41,7 @@ def find_target(table, cause, *, source="e0", blocks=5, excluded=()):
     return make_policy().target(0.0, request, table)
 
 
-DONE, DEGRADE, BACKFLOW, DRAIN, MANUAL = MoveCause
+DONE, _SPLIT, DEGRADE, BACKFLOW, DRAIN, MANUAL = MoveCause
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_coarse_candidates_are_within_the_bounds_and_of_every_strategy(replicas)
     assert all(space.contains(candidate) and candidate.replicas == replicas for candidate in coarse)
     assert len(set(coarse)) == len(coarse)
     assert {candidate.strategy for candidate in coarse} == (
-        set(STRATEGIES) if replicas > 1 else {"aggregated", "ecoserve", "sluice"}
+        set(STRATEGIES) if replicas > 1 else {"aggregated", "dynaserve", "ecoserve", "sluice"}
     )
 
 

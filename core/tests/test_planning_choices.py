@@ -97,7 +97,7 @@ def test_of_a_strategy_far_behind_the_best_is_compared():
     )
     found = landscape.search(make_space())
     chosen = {one.candidate.strategy: one.candidate.prefill_heavy_tokens for one in reversed(found.ranking)}
-    whole = {"disaggregated": 2048, "ecoserve": 2048, "sluice": 2048}
+    whole = {"disaggregated": 2048, "dynaserve": 2048, "ecoserve": 2048, "sluice": 2048}
     assert chosen == {"taichi": 512, "aggregated": 512, "flowprefill": 512, **whole}
 
 
@@ -339,6 +339,7 @@ def test_every_strategy_is_among_the_alternatives():
         "aggregated": 1.0,
         "disaggregated": 2.0,
         "flowprefill": 3.0,
+        "dynaserve": 1.1,
         "ecoserve": 1.2,
         "sluice": 1.5,
     }

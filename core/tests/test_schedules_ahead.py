@@ -11,8 +11,8 @@ from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import MoveCause, Slo
 from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
 from sluice_core.sim.cell import Arrival, Cell, ConfigureEvent, FailEvent, SimOptions, TransferLink
+from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.sim_engine import SimEngine
-from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
@@ -78,12 +78,17 @@ def count_ends(times, after_s, before_s):
     return sum(after_s < time_s <= before_s for time_s in times)
 
 
-def test_a_move_pauses_the_request_for_as_many_iterations_as_messages_take():
-    """One engine prefills, the other decodes another request meanwhile; the link takes no time.
-
-    From the last token on the source: 1 end of the target's iterations until it pulls, 1 until it notices, 3 until the
-    request joins, and the iteration of its next token.
-    """
+@pytest.mark.parametrize(
+    ("copies_kv", "num_decoded", "num_ends"),
+    [
+        # While its blocks are copied it decodes on, and joins with the next iteration of the target.
+        pytest.param(True, 5, 1, id="parts"),
+        # 1 end of the target's iterations until it pulls, 1 until it notices, 3 until the request joins.
+        pytest.param(False, 1, 1 + 1 + 3, id="whole"),
+    ],
+)
+def test_a_move_pauses_the_request_for_as_many_iterations_as_messages_take(copies_kv, num_decoded, num_ends):
+    """One engine prefills, the other decodes another request meanwhile; the link takes no time."""
     slo = Slo(ttft_s=9.0, tpot_s=9.0)
     arrivals = [
         Arrival(at_s=0.0, prompt_tokens=64, output_tokens=200, slo=slo),
@@ -93,7 +98,7 @@ def test_a_move_pauses_the_request_for_as_many_iterations_as_messages_take():
     cell = Cell(
         engines=make_engines(((1, 2048), (1, 0)), blocks=200, link=link),
         strategy=get_strategy("taichi"),
-        options=AHEAD,
+        options=SimOptions(schedules_ahead=True, copies_kv=copies_kv),
     )
     timeline = Timeline()
     simulation = Simulation(cell, arrivals, timeline)
@@ -106,13 +111,15 @@ def test_a_move_pauses_the_request_for_as_many_iterations_as_messages_take():
     target = [each for each in timeline.iterations if each.engine_id == "D0-0"]
     joined = next(each for each in target if each.num_decodes == 2)
     ends = [each.start_s + each.duration_s for each in target]
-    assert count_ends(ends, left_s, joined.start_s) == 1 + 1 + 3
+    assert count_ends(ends, left_s, joined.start_s) == num_ends
+    assert len(source) - 1 >= num_decoded
 
 
+@pytest.mark.parametrize("copies_kv", [False, True])
 @pytest.mark.parametrize("message_s", [0.0, 0.05])
-def test_messages_of_a_move_take_their_time(message_s):
+def test_messages_of_a_move_take_their_time(message_s, copies_kv):
     """The target idles, so it does at once what it is told: grant, later pull, and decode."""
-    options = SimOptions(schedules_ahead=True, message_s=message_s)
+    options = SimOptions(schedules_ahead=True, message_s=message_s, copies_kv=copies_kv)
     engines = make_engines(((1, 2048), (1, 0)), blocks=200)
     cell = Cell(engines=engines, strategy=get_strategy("taichi"), options=options)
     arrival = Arrival(at_s=0.0, prompt_tokens=64, output_tokens=60, slo=Slo(ttft_s=9.0, tpot_s=9.0))
@@ -122,9 +129,15 @@ def test_messages_of_a_move_take_their_time(message_s):
     (prefill, *decodes) = [each for each in timeline.iterations if each.engine_id == "P2048-0"]
     granted_s = prefill.start_s + prefill.duration_s + 4 * message_s
     ends = [each.start_s + each.duration_s for each in decodes]
-    assert count_ends(ends, granted_s, ends[-1]) == 2
+    told_s = granted_s
+    if copies_kv:
+        # The source offers its blocks when it looks; the target copies them, and the source is told to hand off.
+        offered_s = next(end_s for end_s in ends if end_s > granted_s)
+        told_s = offered_s + 2 * message_s + simulation.transfer_s + 2 * message_s
+    assert count_ends(ends, told_s, ends[-1]) == 2
     joined_s = next(each.start_s for each in timeline.iterations if each.engine_id == "D0-0")
-    assert joined_s == pytest.approx(ends[-1] + 2 * message_s + simulation.transfer_s, abs=1e-9)
+    pulled_s = 0.0 if copies_kv else simulation.transfer_s
+    assert joined_s == pytest.approx(ends[-1] + 2 * message_s + pulled_s, abs=1e-9)
 
 
 def test_there_is_no_message_before_it_is_sent():
@@ -167,15 +180,16 @@ def test_a_move_survives_the_death_of_either_engine_at_any_step(seed, at_s, vict
     assert all(request.state is RequestState.FINISHED for request in simulation.requests)
 
 
-def test_a_request_whose_target_dies_during_the_transfer_is_recovered_even_if_nothing_else_runs():
-    """Its KV takes 0.3 s; without D-heavy engines it ends where it began."""
+@pytest.mark.parametrize(("copies_kv", "num_moves"), [(False, 1), (True, 0)])
+def test_a_request_whose_target_dies_during_the_transfer_ends_where_it_began(copies_kv, num_moves):
+    """Its KV takes 0.3 s. While it is copied the request decodes on; after its hand-off it is recovered."""
     engines = make_engines(((1, 256), (2, 64)), link=TransferLink(speed=LinkSpeed(bytes_per_s=1e8)))
     cell = Cell(
         engines=engines,
         strategy=get_strategy("taichi"),
-        options=AHEAD,
+        options=SimOptions(schedules_ahead=True, copies_kv=copies_kv),
         events=[FailEvent(at_s=0.25, engine_id=engine.engine_id) for engine in engines[1:]],
     )
     (request,) = run(cell, [Arrival(at_s=0.0, prompt_tokens=160, output_tokens=9, slo=SLO)]).requests
     assert request.state is RequestState.FINISHED
-    assert request.num_moves == 1
+    assert request.num_moves == num_moves

@@ -61,6 +61,7 @@ STRATEGIES = {
     "aggregated, least work": (get_strategy("aggregated").vary(placement="least_work"), ((3, 96),)),
     "disaggregated": (get_strategy("disaggregated"), ((2, 2048), (2, 0))),
     "sluice": (get_strategy("sluice"), ((3, 2048),)),
+    "dynaserve": (get_strategy("dynaserve"), ((3, 2048),)),
     "ecoserve": (get_strategy("ecoserve"), ((3, 2048),)),
     "disaggregated, 1:3": (get_strategy("disaggregated"), ((1, 2048), (3, 0))),
 }

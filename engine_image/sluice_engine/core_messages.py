@@ -25,6 +25,8 @@ EXTRAS_KEY = "sluice"
 REPORT_ID = "\0sluice"
 # Key that marks kv_transfer_params as ours, and says how many tokens they cover.
 NUM_TOKENS_KEY = "sluice_num_tokens"
+# Key of the tokens before the first offered block.
+FIRST_TOKEN_KEY = "sluice_first_token"  # noqa: S105
 
 
 # What this engine can do for a strategy beyond chunked prefill and hand-offs of whole requests.
@@ -86,9 +88,11 @@ class HandOffCommand(msgspec.Struct, frozen=True, kw_only=True, tag="hand_off"):
 
     Args:
         request_id: The engine's id of the request.
+        num_output_tokens: Output tokens of the whole request with which the part ends, if there are fewer so far.
     """
 
     request_id: str
+    num_output_tokens: int = 0
 
 
 class ReleaseCommand(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
@@ -105,7 +109,57 @@ class ReadLoadCommand(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Reads the load between iterations (idle reports); lapsed grants are dropped first."""
 
 
-Command = ConfigureCommand | GrantCommand | ReleaseGrantCommand | HandOffCommand | ReleaseCommand | ReadLoadCommand
+class OfferCommand(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
+    """Pins the full blocks that a request has computed, for a reader; the request runs on.
+
+    Args:
+        key: Chosen by the serving process, unique over all routers.
+        request_id: The engine's id of the request.
+        first_token: Tokens that the reader has: full blocks. The offer begins with the next one.
+    """
+
+    key: str
+    request_id: str
+    first_token: int = 0
+
+
+class ReleaseOfferCommand(msgspec.Struct, frozen=True, kw_only=True, tag="release_offer"):
+    """Ends an offer that nobody reads any more; an unknown key is no error.
+
+    Args:
+        key: Key of the offer.
+    """
+
+    key: str
+
+
+class PullPartCommand(msgspec.Struct, frozen=True, kw_only=True, tag="pull_part"):
+    """Pulls an offer into the blocks of a grant; ``SchedulerReport.pulled_parts`` says what came of it.
+
+    Args:
+        key: Key of the grant.
+        token_ids: Tokens after those of the grant's parts before, up to the end of this part.
+        transfer_params: Where the part lies, of ``OfferAnswer``; empty: of another fingerprint.
+        cache_salt: Salt of the request's prompt; empty: none.
+    """
+
+    key: str
+    token_ids: list[int]
+    transfer_params: str
+    cache_salt: str = ""
+
+
+Command = (
+    ConfigureCommand
+    | GrantCommand
+    | ReleaseGrantCommand
+    | HandOffCommand
+    | ReleaseCommand
+    | ReadLoadCommand
+    | OfferCommand
+    | ReleaseOfferCommand
+    | PullPartCommand
+)
 
 # --- answers -----------------------------------------------------------------------------------------------------
 
@@ -153,6 +207,22 @@ class HandOffAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="hand_off_ans
 
     request_id: str
     is_accepted: bool
+    reason: str = ""
+
+
+class OfferAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="offered"):
+    """Answer to ``OfferCommand``.
+
+    Args:
+        key: Key of the offer.
+        num_tokens: Where the offered blocks end, in tokens from the request's first one.
+        transfer_params: ``transfer_params_json`` of the wire.
+        reason: Why nothing is offered: ``unknown``, ``preempted``, ``waiting``, ``none``; empty: it is.
+    """
+
+    key: str
+    num_tokens: int = 0
+    transfer_params: str = ""
     reason: str = ""
 
 
@@ -213,7 +283,7 @@ class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     num_recomputed_pulls: int = 0
 
 
-Answer = ConfigureAnswer | GrantAnswer | HandOffAnswer | EmptyAnswer | SchedulerLoad
+Answer = ConfigureAnswer | GrantAnswer | HandOffAnswer | OfferAnswer | EmptyAnswer | SchedulerLoad
 
 # --- extras of a request -----------------------------------------------------------------------------------------
 
@@ -240,6 +310,7 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
         first_token_s: When the client got its first token, on the same clock; None before it.
         output_tokens_since_reset: Output tokens since the last move that reset the length.
         is_recovery: True: ahead of other prefills, and never returned.
+        split_output_tokens: Output tokens of the whole request at which its part here is planned to end; 0: it is not.
     """
 
     stream_number: int = 0
@@ -253,6 +324,7 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: float | None = None
     output_tokens_since_reset: int = 0
     is_recovery: bool = False
+    split_output_tokens: int = 0
 
     def encode(self) -> dict[str, Any]:
         """Plain data for ``SamplingParams.extra_args[EXTRAS_KEY]``."""
@@ -312,6 +384,20 @@ class RefusedHandOff(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class PulledPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a ``PullPartCommand``.
+
+    Args:
+        key: Key of the grant.
+        num_tokens: Tokens from the request's first one on whose KV is here.
+        reason: Why the part did not come: ``lapsed``, ``handle``, ``gap``, ``failed``; empty: it did.
+    """
+
+    key: str
+    num_tokens: int
+    reason: str = ""
+
+
 class PrefixChanges(msgspec.Struct, frozen=True, kw_only=True):
     """What entered the prefix cache and what left it since the last report; nothing is in both.
 
@@ -338,6 +424,7 @@ class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
         last_submit_numbers: By stream number, the last submit that the load includes; only streams that have submitted
             since the last report.
         prefixes: Changes of the prefix cache; None: there are none.
+        pulled_parts: Parts that have come, or will not.
     """
 
     load: SchedulerLoad
@@ -347,6 +434,7 @@ class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
     refused: list[RefusedHandOff] = []
     last_submit_numbers: dict[int, int] = {}
     prefixes: PrefixChanges | None = None
+    pulled_parts: list[PulledPart] = []
 
 
 class HandedOffKv(msgspec.Struct, frozen=True, kw_only=True):

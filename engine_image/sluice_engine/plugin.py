@@ -6,13 +6,15 @@ do not use Sluice's scheduler are not affected.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from sluice_engine import core_messages
 from sluice_engine.kv_transfer import nixl_progress, resume
 from sluice_engine.kv_transfer.kv_connector import LEASE_S
+from sluice_engine.scheduling import late_scheduling
 
 # Class paths for vLLM's settings.
 SCHEDULER = "sluice_engine.scheduling.scheduler.SluiceScheduler"
@@ -25,6 +27,7 @@ CPU_EXECUTOR = "sluice_engine.startup.in_process_executor.InProcessExecutor"
 def register() -> None:
     """Installs the plugin; calling it again changes nothing."""
     setattr(EngineCore, core_messages.UTILITY, _carry_out)
+    EngineCoreProc._process_input_queue = _process_input_queue  # noqa: SLF001
     resume.install_in_runner()
 
 
@@ -53,6 +56,16 @@ def make_transfer_config(
             nixl_progress.DELAY_KEY: progress_delay_us,
         },
     }
+
+
+_stock_process_input_queue = EngineCoreProc._process_input_queue  # noqa: SLF001
+
+
+@functools.wraps(_stock_process_input_queue)
+def _process_input_queue(engine_core: EngineCoreProc) -> None:
+    """``EngineCoreProc._process_input_queue``, which waits a little for requests that are about to arrive."""
+    _stock_process_input_queue(engine_core)
+    late_scheduling.hold(engine_core)
 
 
 def _carry_out(engine_core: EngineCore, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -60,11 +60,17 @@ SIGNATURES: dict[type, dict[str, str]] = {
         ),
         "get_block_ids": "self, request_id",
         "get_computed_blocks": "self, request",
+        "get_blocks": "self, request_id",
     },
     BlockPool: {
         "get_num_free_blocks": "self",
         "get_new_blocks": "self, num_blocks",
         "free_blocks": "self, ordered_blocks",
+        "touch": "self, blocks",
+        "get_cached_block": "self, block_hash, kv_cache_group_ids",
+        "cache_full_blocks": (
+            "self, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask"
+        ),
     },
     PriorityRequestQueue: {
         "add_request": "self, request",
@@ -88,6 +94,7 @@ SIGNATURES: dict[type, dict[str, str]] = {
     NixlBaseConnectorWorker: {"_handle_heartbeat": "self, payload"},
     EngineCoreOutput: {},
     EngineCore: {"preprocess_add_request": "self, request"},
+    EngineCoreProc: {"_process_input_queue": "self", "_handle_client_request": "self, request_type, request"},
 }
 
 # Attributes that instances have: owner -> the function whose source sets or uses them -> names.
@@ -116,7 +123,9 @@ INSTANCE_ATTRIBUTES: dict[tuple[type, str], tuple[str, ...]] = {
         "request.is_prefill_chunk",
     ),
     (KVCacheManager, "__init__"): ("self.block_pool",),
-    (BlockPool, "__init__"): ("self.num_gpu_blocks",),
+    (BlockPool, "__init__"): ("self.num_gpu_blocks", "self.null_block"),
+    (EngineCore, "__init__"): ("self.batch_queue", "get_request_block_hasher("),
+    (EngineCoreProc, "__init__"): ("self.input_queue",),
     # Events of the prefix cache go to the scheduler's publisher before the outputs of their iteration are made.
     (Scheduler, "update_from_output"): ("self.kv_event_publisher.publish(batch)",),
     (Request, "__init__"): (
@@ -126,6 +135,8 @@ INSTANCE_ATTRIBUTES: dict[tuple[type, str], tuple[str, ...]] = {
         "self.max_tokens",
         "self.num_computed_tokens",
         "self.num_output_placeholders",
+        "self.num_in_flight_tokens",
+        "self.block_hashes",
         "self.num_prompt_tokens",
         "self.kv_transfer_params",
         "self.prefill_stats",

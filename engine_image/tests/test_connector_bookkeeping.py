@@ -33,6 +33,7 @@ def scheduler(nixl: Any) -> Any:
     half = object.__new__(nixl.SluiceConnectorScheduler)
     half._reqs_not_processed, half._reqs_in_batch = {"a", "b"}, set()
     half._reqs_need_send, half._reqs_need_recv = {"a": 1.0}, {}
+    half.block_size = BLOCK_SIZE
     return half
 
 
@@ -43,7 +44,12 @@ def scheduler(nixl: Any) -> Any:
         ({"sluice_num_tokens": 64}, 0, (0, False)),
         ({"do_remote_prefill": False, "sluice_num_tokens": 64}, 0, (0, False)),
         ({"do_remote_prefill": True, "sluice_num_tokens": 64}, 0, (64, True)),
-        ({"do_remote_prefill": True, "sluice_num_tokens": 64}, 63, (1, True)),
+        # A short tail is computed here; without anything before it, less than a block.
+        ({"do_remote_prefill": True, "sluice_num_tokens": 31}, 0, (0, False)),
+        ({"do_remote_prefill": True, "sluice_num_tokens": 32}, 0, (32, True)),
+        ({"do_remote_prefill": True, "sluice_num_tokens": 64}, 63, (0, False)),
+        ({"do_remote_prefill": True, "sluice_num_tokens": 128}, 64, (0, False)),
+        ({"do_remote_prefill": True, "sluice_num_tokens": 129}, 64, (65, True)),
         ({"do_remote_prefill": True, "sluice_num_tokens": 64}, 64, (0, False)),
         ({"do_remote_prefill": True, "sluice_num_tokens": 64}, 96, (0, False)),
     ],

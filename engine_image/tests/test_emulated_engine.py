@@ -100,6 +100,53 @@ async def test_a_move_is_exact_and_takes_the_links_time(engines):
         await is_idle(target)
 
 
+async def test_a_move_whose_blocks_were_copied_pauses_for_an_iteration_and_not_for_the_link(engines):
+    prompt = [11, *PROMPT]
+    async with attach(engines[0]) as source, attach(engines[1]) as target:
+        whole = await source.run(prompt, {"max_tokens": 60})
+        slot = await source.submit(prompt, {"max_tokens": 60})
+        await source.tokens(slot, 2)
+        assert (await target.grant(1, len(prompt) + 32)).is_granted
+        await source.send(kv_offer_requests=[wire.KvOfferRequest(offer_id=1, slot=slot, fence=1)])
+        (offer,) = await source.until(lambda: source.find("kv_offers"))
+        assert offer.kv.num_tokens == len(PROMPT)
+        await target.send(part_pulls=[wire.PartPull(grant_id=1, token_ids=prompt[: len(PROMPT)], kv=offer.kv)])
+        (part,) = await target.until(lambda: target.find("parts_pulled"))
+        assert (part.num_tokens, part.reason) == (len(PROMPT), "")
+        # The copy took the link's time, and the request went on meanwhile.
+        assert len(source.answers[slot].tokens) > 0.3 / STEP_S
+        await source.send(released_offer_ids=[1], hand_offs=[wire.HandOff(slot=slot, fence=1)])
+        kv = (await source.finished(slot)).kv
+        tokens = list(source.answers[slot].tokens)
+        begun_s = time.monotonic()
+        follow = await target.submit(prompt, {"max_tokens": 60}, output_token_ids=tokens, kv=kv, grant_id=1, fence=2)
+        await target.tokens(follow, len(tokens) + 1)
+        assert time.monotonic() - begun_s < 0.3  # the link's time alone would be more
+        await target.finished(follow)
+        assert target.answers[follow].tokens == whole
+        await is_idle(source)
+        await is_idle(target)
+
+
+async def test_offers_and_parts_that_cannot_be_are_refused_by_name(engines):
+    async with attach(engines[0]) as source, attach(engines[1]) as target:
+        slot = await source.submit([12, *PROMPT], {"max_tokens": 40})
+        await source.tokens(slot, 2)
+        asked = [
+            wire.KvOfferRequest(offer_id=1, slot=slot + 7, fence=1),
+            wire.KvOfferRequest(offer_id=2, slot=slot, fence=9),
+        ]
+        await source.send(kv_offer_requests=asked)
+        offers = await source.until(lambda: len(found := source.find("kv_offers")) == 2 and found)
+        assert [(offer.offer_id, offer.reason) for offer in offers] == [(1, "unknown"), (2, "fence")]
+        foreign = wire.KvHandle(fingerprint="another model", transfer_params_json="{}")
+        await target.send(part_pulls=[wire.PartPull(grant_id=5, token_ids=[1], kv=foreign)])
+        (part,) = await target.until(lambda: target.find("parts_pulled"))
+        assert (part.grant_id, part.num_tokens, part.reason) == (5, 0, "handle")
+        await source.send(aborts=[wire.Abort(slot=slot)])
+        await is_idle(source)
+
+
 async def test_a_pull_from_a_dead_engine_is_recomputed_exactly(engines):
     prompt = [8, *PROMPT]
     async with attach(engines[1]) as source:

@@ -11,7 +11,7 @@ from test_scheduler_grant_table import Pool
 
 from sluice_core.kv import KvBlocks
 from sluice_engine.core_messages import GrantAnswer, GrantCommand
-from sluice_engine.scheduling.grant_table import GrantTable
+from sluice_engine.kv_transfer.grant_table import GrantTable
 from sluice_engine.scheduling.grants import EngineRoom, GrantAllocator, answer_grant, find_refusal
 
 # 30 of 100 blocks are free; a grant of 20 beside prefills that need 10 just fits.

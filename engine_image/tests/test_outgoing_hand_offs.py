@@ -106,6 +106,23 @@ def test_it_ends_with_the_token_under_way_or_the_next(fields: dict[str, int], la
     assert hand_offs._connector.calls == [("announce", "a")]
 
 
+@pytest.mark.parametrize(
+    ("planned", "fields", "last"),
+    [
+        (14, {}, 14),
+        (14, {"num_output_placeholders": 2}, 14),
+        (11, {"num_output_placeholders": 2}, 12),
+        (3, {}, 11),
+        (60, {}, 50),
+    ],
+    ids=["planned", "planned, two under way", "two under way already", "past it", "its own end"],
+)
+def test_it_ends_where_it_was_planned_to(planned: int, fields: dict[str, int], last: int, hand_offs: Any) -> None:
+    request = make_request(**fields)
+    assert hand_offs.request("a", request, planned).is_accepted
+    assert request.max_tokens == last
+
+
 def test_a_cancelled_hand_off_gives_the_request_its_length_back(hand_offs: Any) -> None:
     request = make_request()
     assert not hand_offs.cancel(request)

@@ -120,7 +120,7 @@ def test_routers_hash_prompts_as_vllm_does(salt):
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.request import Request
 
-    from sluice_router.scheduling.prompt_hashes import PrefixScheme, PromptHashes
+    from sluice_router.text.prompt_hashes import PrefixScheme, PromptHashes
 
     cache, rng = Cache(num_blocks=9), random.Random(1)
     tokens = [rng.choice((0, 1, 255, 256, 65535, 65536, 151_643, 2**31)) for _ in range(5 * BLOCK + 1)]

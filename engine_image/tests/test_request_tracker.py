@@ -13,7 +13,7 @@ from sluice_core.records import FlowParameters
 from sluice_core.scheduling.batching import RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY, get_strategy
 from sluice_engine.core_messages import ConfigureCommand, RequestExtras, SchedulerLoad
-from sluice_engine.scheduling.grant_table import GrantTable
+from sluice_engine.kv_transfer.grant_table import GrantTable
 from sluice_engine.scheduling.iteration_timer import IterationTimer
 from sluice_engine.scheduling.kv_usage import KvUsage
 from sluice_engine.scheduling.load_report import measure_load

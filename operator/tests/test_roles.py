@@ -124,6 +124,7 @@ def test_counts_round_half_up_and_leave_both_roles_where_needed(
         ("TaiChi", (2, 512, 64)),
         ("Aggregated", (2, 512, 512)),
         ("Disaggregated", (2, 4096, 0)),
+        ("DynaServe", (2, 4096, 4096)),
         ("EcoServe", (2, 4096, 4096)),
         ("Sluice", (2, 4096, 4096)),
     ],

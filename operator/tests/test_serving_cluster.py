@@ -56,6 +56,9 @@ DEFAULTS = {
     "parameters.creditMilliseconds": 100,
     "parameters.macroInstanceLeast": 4,
     "parameters.macroInstanceMost": 16,
+    "parameters.splitSearchSteps": 6,
+    "parameters.splitMarginTokens": 20,
+    "parameters.tbtTargetMilliseconds": 0,
     "engine.tensorParallelSize": 1,
     "engine.maxBatchTokens": 8192,
     "engine.maxModelLen": None,
@@ -92,6 +95,9 @@ BOUNDS = [
     ("spec.parameters.creditMilliseconds", 0, 10_000),
     ("spec.parameters.macroInstanceLeast", 1, 256),
     ("spec.parameters.macroInstanceMost", 1, 1024),
+    ("spec.parameters.splitSearchSteps", 1, 16),
+    ("spec.parameters.splitMarginTokens", 0, 65_536),
+    ("spec.parameters.tbtTargetMilliseconds", 0, 60_000),
 ]
 
 
@@ -130,7 +136,7 @@ REFUSED = [
     (
         "spec.strategy",
         "taichi",
-        "spec.strategy: 'taichi' is not one of 'TaiChi', 'Aggregated', 'Disaggregated', 'FlowPrefill', 'EcoServe' or",
+        "spec.strategy: 'taichi' is not one of 'TaiChi', 'Aggregated', 'Disaggregated', 'DynaServe', 'FlowPrefill',",
     ),
     ("spec.parameters.earlyRejection", False, "which is what YAML reads for a bare Off: write Disabled"),
     ("spec.replica", 2, "spec.replica: is not a field of ServingCluster; remove it (did you mean replicas?)"),

@@ -41,6 +41,9 @@ class Limits(BaseModel):
         default=16, ge=1, description="most moves in flight from or to an engine, by all routers of the plan together"
     )
     grant_timeout_s: float = Field(default=2.0, gt=0, description="longest wait for an answer to a grant request")
+    copy_timeout_s: float = Field(
+        default=5.0, gt=0, description="longest time that KV is copied while its request goes on where it is"
+    )
     pull_timeout_s: float = Field(default=10.0, gt=0, description="longest wait for a moved request's next token")
     drain_retry_s: float = Field(
         default=0.25, gt=0, description="pause before a draining engine's decode is proposed again"

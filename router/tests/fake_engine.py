@@ -38,6 +38,7 @@ class FakeRequest:
     num_output: int
     num_steps: int = 0
     is_handing_off: bool = False
+    hand_off_at: int = 0  # output tokens with which it ends, if there are fewer
 
     @property
     def num_blocks(self) -> int:
@@ -63,6 +64,12 @@ class FakeCore:
     acknowledges: bool = True
     hands_off_prefills: bool = False
     logprobs: bool = False
+    pulls_parts: bool = False
+    refuse_offers: str = ""
+    refuse_parts: str = ""
+    offers: set[int] = field(default_factory=set)
+    copied: dict[int, list[int]] = field(default_factory=dict)
+    parts_under_way: list[engine_pb2.PartPulled] = field(default_factory=list)
     running: dict[int, FakeRequest] = field(default_factory=dict)
     pinned: dict[int, FakeRequest] = field(default_factory=dict)
     grants: dict[int, int] = field(default_factory=dict)
@@ -94,6 +101,7 @@ class FakeCore:
             block_size_tokens=BLOCK_SIZE,
             kv_bytes_per_token=1024,
             prefix_root=self.prefix_root,
+            pulls_parts=self.pulls_parts,
             held=[*self.held, *(self._describe_held(request) for request in self.kept.values())],
         )
         return engine_pb2.AttachResponse(hello=hello, load=self.load())
@@ -101,6 +109,12 @@ class FakeCore:
     def _take_moves(self, message: engine_pb2.AttachRequest, answer: engine_pb2.AttachResponse) -> None:
         for grant_request in message.grant_requests:
             answer.grants.append(self._grant(grant_request))
+        for asked in message.kv_offer_requests:
+            self._offer(asked, answer)
+        for part in message.part_pulls:
+            self._pull(part)
+        for offer_id in message.released_offer_ids:
+            self.offers.remove(offer_id)
         for hand_off in message.hand_offs:
             self._hand_off(hand_off, answer)
         for slot in message.released_slots:
@@ -108,6 +122,32 @@ class FakeCore:
         for grant_id in message.released_grant_ids:
             self.released_grants.append(grant_id)
             self.grants.pop(grant_id, None)
+
+    def _offer(self, asked: engine_pb2.KvOfferRequest, answer: engine_pb2.AttachResponse) -> None:
+        request = self.running.get(asked.slot)
+        reason = self.refuse_offers or ("unknown" if request is None else "")
+        offer = answer.kv_offers.add(offer_id=asked.offer_id, reason=reason)
+        if request is None or reason:
+            return
+        assert request.submit.fence == asked.fence
+        num_tokens = len(request.submit.prompt_token_ids) + request.num_output - 1
+        offer.kv.engine_id, offer.kv.fingerprint = self.engine_id, self.fingerprint
+        offer.kv.num_tokens = num_tokens // BLOCK_SIZE * BLOCK_SIZE
+        if offer.kv.num_tokens <= asked.first_token:
+            offer.ClearField("kv")
+            offer.reason = "none"
+            return
+        self.offers.add(asked.offer_id)
+
+    def _pull(self, part: engine_pb2.PartPull) -> None:
+        """Its read ends with the next iteration."""
+        reason = self.refuse_parts or ("" if part.grant_id in self.grants else "lapsed")
+        tokens = self.copied.setdefault(part.grant_id, [])
+        tokens += part.token_ids
+        assert len(tokens) == part.kv.num_tokens, "tokens that do not reach to the end of the part"
+        self.parts_under_way.append(
+            engine_pb2.PartPulled(grant_id=part.grant_id, num_tokens=0 if reason else part.kv.num_tokens, reason=reason)
+        )
 
     @staticmethod
     def _describe_held(request: FakeRequest) -> engine_pb2.HeldRequest:
@@ -148,7 +188,7 @@ class FakeCore:
 
     @property
     def is_idle(self) -> bool:
-        return not self.running and not self.pinned and not self.grants and not self.kept
+        return not (self.running or self.pinned or self.grants or self.kept or self.offers or self.parts_under_way)
 
     @harness_faults.recorded()
     def take(self, message: engine_pb2.AttachRequest) -> None:
@@ -218,6 +258,7 @@ class FakeCore:
             answer.hand_offs_refused.add(slot=hand_off.slot, reason=reason)
         elif request is not None:
             request.is_handing_off = True
+            request.hand_off_at = hand_off.num_output_tokens
 
     def _configure(self, configure: engine_pb2.Configure, answer: engine_pb2.AttachResponse) -> None:
         if not self.acknowledges:
@@ -273,10 +314,12 @@ class FakeCore:
         """Runs one iteration."""
         message = engine_pb2.AttachResponse()
         self.num_iterations += 1
+        message.parts_pulled.extend(self.parts_under_way)
+        self.parts_under_way.clear()
         prefill_tokens = 0
         num_decodes = 0
         for slot, request in list(self.running.items()):
-            if request.is_handing_off:
+            if request.is_handing_off and request.num_output >= request.hand_off_at:
                 self._end_part(slot, request, message)
                 continue
             if request.num_steps == 0:

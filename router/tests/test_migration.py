@@ -237,7 +237,11 @@ def advance_to(harness: Harness, request_id: RequestId, phase: MigrationPhase) -
     assert move.phase is phase
 
 
-@pytest.mark.parametrize("phase", list(MigrationPhase))
+# Engines that copy KV beforehand: test_kv_copies.
+PHASES = [MigrationPhase.GRANT_ASKED, MigrationPhase.HANDING_OFF, MigrationPhase.SUBMITTED]
+
+
+@pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("victim", ["p0", "d0"])
 def test_death_in_any_phase_of_a_move_loses_no_token(phase, victim):
     harness = Harness(PDD)
@@ -295,7 +299,7 @@ def test_request_that_pulls_from_an_engine_that_stands_still_is_recomputed(fault
     assert harness.count("recoveries", "source_lost") == 1
 
 
-@pytest.mark.parametrize("phase", list(MigrationPhase))
+@pytest.mark.parametrize("phase", PHASES)
 def test_client_gone_in_any_phase_of_a_move_frees_everything(phase):
     harness = Harness(PD)
     request_id, response_stream = start_on(harness, "p0")
@@ -409,3 +413,82 @@ def test_nothing_moves_where_roles_are_void(draining):
     harness.run()
     assert all(response_stream.finish.usage.num_hand_offs == 0 for response_stream in response_streams)
     harness.assert_idle()
+
+
+SPLIT = engine_pb2.MOVE_CAUSE_SPLIT
+
+
+def split_one(harness: Harness, *, output_tokens: int):
+    """Admits a request to an idle pair, then cuts it where the test wants it."""
+    fields = {"generation": 2, "strategy": "dynaserve", "strategy_parameters": {}}
+    harness.router.apply_plan(make_plan({"p0": "P", "d0": "P"}, **fields))
+    harness.deliver()
+    request_id, response_stream = harness.admit(20, 40)
+    request = harness.state.requests.live[request_id]
+    first, second = request.route
+    request.route = (first._replace(end_token=20 + output_tokens - 1), second)
+    harness.deliver()
+    return request, response_stream, first.engine_id, second.engine_id
+
+
+def test_a_split_request_changes_engines_at_the_planned_token():
+    harness = Harness({"p0": "P", "d0": "P"})
+    request, response_stream, first, second = split_one(harness, output_tokens=9)
+    assert harness.cores[first].submitted[0].split_output_tokens == 1  # a cold start cuts where the prompt ends
+    for _ in range(4):
+        harness.step_all()
+    harness.up[first].append(harness.cores[first].propose(SPLIT))
+    harness.deliver()
+    (asked,) = [item for message in harness.cores[second].commands for item in message.grant_requests]
+    assert (asked.num_tokens, asked.cause) == (20 + 9 + 1, SPLIT)
+    (told,) = [item for message in harness.cores[first].commands for item in message.hand_offs]
+    assert told.num_output_tokens == 9
+    while harness.engine_of(request.request_id) == first:
+        harness.step_all()
+    (submit,) = harness.cores[second].submitted
+    assert (len(submit.output_token_ids), submit.split_output_tokens) == (9, 0)
+    assert request.route == ()
+    check_end(harness, response_stream)
+    events = harness.router.explain(request.request_id)["events"]
+    (split,) = [event for event in events if event["event"] == "split"]
+    assert (split["source"], split["target"], split["output_tokens"]) == (first, second, 1)
+    assert harness.count("moves", "split", "done") == 1
+
+
+def test_another_move_ends_the_plan():
+    harness = Harness({"p0": "P", "d0": "P"})
+    request, response_stream, first, second = split_one(harness, output_tokens=30)
+    harness.step_all()
+    assert harness.router.move(request.request_id, second) == ""
+    harness.deliver()
+    while harness.engine_of(request.request_id) == first:
+        harness.step_all()
+    assert request.route == ()
+    assert len(harness.cores[second].submitted[0].output_token_ids) < 30
+    harness.step_all()
+    harness.up[second].append(harness.cores[second].propose(SPLIT))
+    harness.deliver()
+    assert harness.count("flow_blocked", "split", "no_target") == 1
+    check_end(harness, response_stream)
+
+
+def test_a_request_that_is_lost_is_placed_again_whole():
+    harness = Harness({"p0": "P", "d0": "P"})
+    request, response_stream, first, second = split_one(harness, output_tokens=30)
+    harness.step_all()
+    harness.kill(first)
+    harness.deliver()
+    assert harness.engine_of(request.request_id) == second
+    assert request.route == ()
+    harness.run()
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 40)
+
+
+def test_the_router_learns_how_long_answers_are():
+    """Of a second request it expects what the first one had."""
+    harness = Harness({"p0": "P", "d0": "P"})
+    _, response_stream, _, _ = split_one(harness, output_tokens=20)
+    check_end(harness, response_stream)
+    request_id, _ = harness.admit(20, 2000)
+    request = harness.state.requests.live[request_id]
+    assert request.route[1].end_token == 20 + 40 + 20 - 1  # 20 tokens of margin; the last token has no KV

@@ -10,7 +10,7 @@ from data_plane_harness import Harness, make_plan
 
 from sluice.v1 import engine_pb2
 from sluice_router.scheduling import prefixes
-from sluice_router.scheduling.prompt_hashes import PrefixScheme, PromptHashes
+from sluice_router.text.prompt_hashes import PrefixScheme, PromptHashes
 
 if TYPE_CHECKING:
     from sluice_router.scheduling.entities import LiveRequest

@@ -55,6 +55,9 @@ def make_parameters(settings: SimulationSettings) -> FlowParameters:
         credit_s=settings.credit_s,
         macro_instance_least=settings.macro_instance_least,
         macro_instance_most=settings.macro_instance_most,
+        split_search_steps=settings.split_search_steps,
+        split_margin_tokens=settings.split_margin_tokens,
+        tbt_target_s=settings.tbt_target_s,
     )
 
 
@@ -68,6 +71,8 @@ def make_options(settings: SimulationSettings) -> SimOptions:
         hash_block_tokens=HASH_BLOCK_TOKENS if settings.prefix_reuse else None,
         wait_limit_s=settings.wait_limit_s,
         message_s=settings.message_s,
+        output_lengths=settings.output_lengths,
+        length_deviation_tokens=settings.length_deviation_tokens,
         prefix_report_s=settings.prefix_report_s if settings.prefix_reuse else None,
         report_s=settings.report_s,
     )

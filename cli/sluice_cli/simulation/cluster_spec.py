@@ -151,6 +151,9 @@ def _make_settings(spec: ServingClusterSpec) -> SimulationSettings:
         credit_s=parameters.credit_milliseconds / 1000,
         macro_instance_least=parameters.macro_instance_least,
         macro_instance_most=parameters.macro_instance_most,
+        split_search_steps=parameters.split_search_steps,
+        split_margin_tokens=parameters.split_margin_tokens,
+        tbt_target_s=parameters.tbt_target_milliseconds / 1000,
         max_batch_tokens=spec.engine.max_batch_tokens,
         scheduling=AHEAD,
         wait_limit_s=ROUTER_WAIT_LIMIT_S,  # a manifest cannot change it

@@ -9,7 +9,15 @@ from sluice_core.latency.catalog import ProfileKind
 from sluice_core.latency.transfer import LINKS
 from sluice_core.records import EarlyRejection
 from sluice_core.scheduling.baselines import PLACEMENTS
-from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, MAX_BATCH_TOKENS, MAX_NUM_SEQS, MESSAGE_S, NoGrant, TtftEnd
+from sluice_core.sim.cell import (
+    BLOCK_SIZE_TOKENS,
+    MAX_BATCH_TOKENS,
+    MAX_NUM_SEQS,
+    MESSAGE_S,
+    LengthsKnown,
+    NoGrant,
+    TtftEnd,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -36,6 +44,12 @@ class SimulationSettings:
         credit_s: Prefill work that an engine is given ahead, for ``sluice``; 0: all of it.
         macro_instance_least: N_l, engines of the macro instance that a split makes, for ``ecoserve``.
         macro_instance_most: N_u, most engines of one, for ``ecoserve``.
+        split_search_steps: K, most steps of the search for a split, for ``dynaserve``.
+        split_margin_tokens: Tokens that an answer is taken to be longer than predicted, for ``dynaserve``.
+        tbt_target_s: What an iteration with decodes may take, for ``dynaserve``; 0: their least TPOT objective.
+        output_lengths: What a router knows of output lengths, for ``dynaserve``: ``learned`` from answers, ``exact``,
+            or ``noisy``.
+        length_deviation_tokens: Standard deviation of the errors of ``noisy`` lengths.
         no_grant: What a finished prefill does when no engine grants it blocks: ``in_place`` leaves it to the strategy,
             with ``wait`` it waits for ever.
         ttft_end: When TTFT ends: ``first_token`` or ``decode_join``.
@@ -78,6 +92,11 @@ class SimulationSettings:
     credit_s: float = 0.1
     macro_instance_least: int = 4
     macro_instance_most: int = 16
+    split_search_steps: int = 6
+    split_margin_tokens: int = 20
+    tbt_target_s: float = 0.0
+    output_lengths: LengthsKnown = LengthsKnown.LEARNED
+    length_deviation_tokens: float = 50.0
     no_grant: NoGrant = NoGrant.IN_PLACE
     ttft_end: TtftEnd = TtftEnd.FIRST_TOKEN
     budget: str = "all"
@@ -159,6 +178,11 @@ _READERS: dict[str, Callable[[str], object]] = {
     "credit_s": _read_number(0.0, 1e3),
     "macro_instance_least": _read_count(1, 256),
     "macro_instance_most": _read_count(1, 1024),
+    "split_search_steps": _read_count(1, 16),
+    "split_margin_tokens": _read_count(0, 65_536),
+    "tbt_target_s": _read_number(0.0, 60.0),
+    "output_lengths": lambda text: LengthsKnown(_read_choice(LengthsKnown)(text)),
+    "length_deviation_tokens": _read_number(0.0, 1e6),
     "no_grant": lambda text: NoGrant(_read_choice(NoGrant)(text)),
     "ttft_end": lambda text: TtftEnd(_read_choice(TtftEnd)(text)),
     "budget": _read_choice(("all", "prefill")),

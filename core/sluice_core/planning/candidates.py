@@ -239,7 +239,9 @@ def list_coarse(space: SearchSpace, replicas: int, tensor_parallel: int) -> list
         space.make_candidate("aggregated", replicas, tensor_parallel, prefill_heavy_tokens=tokens)
         for tokens in _COARSE_AGGREGATED
     ]
-    found += [space.make_candidate(strategy, replicas, tensor_parallel) for strategy in ("ecoserve", "sluice")]
+    found += [
+        space.make_candidate(strategy, replicas, tensor_parallel) for strategy in ("dynaserve", "ecoserve", "sluice")
+    ]
     found += [
         space.make_candidate("disaggregated", replicas, tensor_parallel, num_prefill_heavy=count) for count in spread
     ]

@@ -25,7 +25,7 @@ from enum import IntEnum
 from typing import Final, NamedTuple
 
 from sluice_core.latency import LatencyModel
-from sluice_core.records import MoveCause, MoveProposal, RequestId, Role
+from sluice_core.records import IterationShape, MoveCause, MoveProposal, RequestId, Role
 from sluice_core.scheduling.decode_order import DecodeSet
 
 RECOMPUTE_TOKENS: Final = 2048  # per iteration, where the chunk size is 0; chosen for a 14B model on an A100
@@ -256,6 +256,7 @@ class EnginePolicy:
 
     uses_latency: bool = False  # of a policy that needs what ``bind`` gives
     separates_phases: bool = False  # of a policy whose iterations hold either prefills or decodes
+    records_iterations: bool = False  # of a policy that needs what ``record_iteration`` gives
 
     def bind(self, decodes: DecodeSet, latency: LatencyModel) -> None:
         """Take what the engine knows of itself, once; most policies need neither.
@@ -340,6 +341,14 @@ class EnginePolicy:
         Args:
             now: Seconds on the caller's clock.
             has_prefills: It computes prompt tokens.
+        """
+
+    def record_iteration(self, shape: IterationShape, duration_s: float) -> None:
+        """Take a measured iteration in, of a policy that records them.
+
+        Args:
+            shape: What it computed.
+            duration_s: What it took, in seconds.
         """
 
     def describe_phase(self, now: float, *, is_prefilling: bool) -> PhaseReport | None:  # noqa: ARG002 - for overrides

@@ -38,6 +38,7 @@ class FlowRequest:
         num_blocks: KV blocks it needs on the target.
         tpot_slo_s: Its TPOT objective; ``math.inf``: none.
         excluded: Engines that must not get it (they refused it, or it failed there).
+        planned_target: Where its next part was planned to run; None: it has none.
     """
 
     request_id: RequestId
@@ -46,6 +47,7 @@ class FlowRequest:
     num_blocks: int
     tpot_slo_s: float = math.inf
     excluded: frozenset[EngineId] = frozenset()
+    planned_target: EngineId | None = None
 
 
 class FlowPolicy:
@@ -140,6 +142,8 @@ class FlowPolicy:
             others = self._list_with_room(request, engines)
             same_role = [state for state in others if source is not None and state.role is source.role]
             return self._pick_least_used(same_role or others)
+        if request.cause is MoveCause.SPLIT:
+            return None  # of another strategy, which was in force until now
         role = _PREFILL_HEAVY if request.cause is MoveCause.DEGRADE else _DECODE_HEAVY
         if engines.has_uniform_chunk_size or (source is not None and source.role is role):
             return None

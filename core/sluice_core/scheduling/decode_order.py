@@ -27,6 +27,11 @@ from sluice_core.slo import SavedTpot
 
 # The static key and the plain formula differ by rounding; candidates are checked by the latter.
 _ROUNDING_S: Final = 1e-6
+# Output tokens between the proposal of a planned move and its hand-off: an iteration each for the proposal, the grant
+# and the hand-off, and one that is scheduled already.
+SPLIT_LEAD_TOKENS: Final = 4
+SPLIT_RETRY_TOKENS: Final = 16  # output tokens until a planned move that found no room is proposed again
+_MOST_DOUBLINGS: Final = 5
 LOST_BACK_OFF_S: Final = 1.0  # how long nobody waits for a decode that has lost its TPOT objective
 
 
@@ -45,6 +50,7 @@ class Decode:
         tpot_slo_s: TPOT objective, in seconds.
         is_moved_in: It came from another engine with its KV.
         join_iteration: Iteration at which it joined.
+        split_tokens: Output tokens at which its part on this engine is planned to end; 0: it is not.
 
     Attributes:
         num_proposals: Proposals so far.
@@ -65,6 +71,7 @@ class Decode:
         "proposed_blocks",
         "request_id",
         "reset_iteration",
+        "split_tokens",
         "start_iteration",
         "tpot_slo_s",
     )
@@ -81,6 +88,7 @@ class Decode:
         tpot_slo_s: float,
         is_moved_in: bool,
         join_iteration: int,
+        split_tokens: int,
     ) -> None:
         self.request_id = request_id
         self.number = number
@@ -91,6 +99,7 @@ class Decode:
         self.tpot_slo_s = tpot_slo_s
         self.is_moved_in = is_moved_in
         self.join_iteration = join_iteration
+        self.split_tokens = split_tokens
         self.num_proposals = 0
         self.proposed_blocks: int | None = None
         self.is_ranked = False
@@ -114,6 +123,7 @@ class DecodeSet:
         kv_blocks_held: Of these, held by requests that have not been handed off.
         block_size_tokens: Tokens per KV block.
         max_num_seqs: Most running requests.
+        split_lead_tokens: Tokens that a decode gains while a planned move is prepared.
         least_tpot_slo_s: The least TPOT objective that a decode has had here; ``math.inf`` before the first.
         num_proposed: Standing proposals.
         proposed_blocks: Blocks that they count as released.
@@ -129,6 +139,7 @@ class DecodeSet:
         self.least_tpot_slo_s = math.inf
         self.num_proposed = 0
         self.proposed_blocks = 0
+        self.split_lead_tokens = SPLIT_LEAD_TOKENS
         self._iteration = 0
         self._num_joined = 0
         self._alpha = 1.0
@@ -138,6 +149,7 @@ class DecodeSet:
         self._longest: list[tuple[int, int, Decode]] = []
         self._by_tpot_key: dict[float, list[tuple[float, int, Decode]]] = {}  # by TPOT SLO; the most urgent is last
         self._backing_off: list[tuple[float, int, Decode]] = []  # a heap by the end of the back-off
+        self._splits: list[tuple[int, int, Decode]] = []  # a heap by the iteration at which to propose the next part
         self._saved = SavedTpot()  # of those that have had an iteration of decodes here
         self._saved_of_new = SavedTpot()
 
@@ -162,6 +174,7 @@ class DecodeSet:
         since_first_token_s: float,
         tpot_slo_s: float,
         is_moved_in: bool,
+        split_tokens: int = 0,
     ) -> None:
         """Add a decode that has at least one output token.
 
@@ -174,6 +187,7 @@ class DecodeSet:
             since_first_token_s: Seconds since the client's first token.
             tpot_slo_s: TPOT objective, in seconds.
             is_moved_in: It came from another engine with its KV; False: it was prefilled here.
+            split_tokens: Output tokens at which its part here is planned to end; 0: it is not.
 
         Raises:
             ValueError: Known already, or without an output token.
@@ -193,10 +207,14 @@ class DecodeSet:
             tpot_slo_s=tpot_slo_s,
             is_moved_in=is_moved_in,
             join_iteration=self._iteration,
+            split_tokens=split_tokens,
         )
         self._members[request_id] = decode
         self._saved_of_new.add(tpot_slo_s, decode.start_iteration, decode.first_token_s)
         self.least_tpot_slo_s = min(self.least_tpot_slo_s, tpot_slo_s)
+        if split_tokens:
+            due = decode.start_iteration + split_tokens - self.split_lead_tokens
+            heapq.heappush(self._splits, (due, decode.number, decode))
         if is_moved_in:
             self._recently_moved.append(decode)
         else:
@@ -304,6 +322,27 @@ class DecodeSet:
                 break
             decode.num_proposals = 1
             found.append(decode)
+        return found
+
+    def take_due_splits(self) -> list[Decode]:
+        """List the decodes whose part here is about to end as planned; each comes again until it has left: O(listed).
+
+        A decode that stays is listed again when it has ``SPLIT_RETRY_TOKENS`` more, then twice as many, and so on.
+        """
+        if not self._splits or self._splits[0][0] > self._iteration:
+            return []
+        found: list[Decode] = []
+        while self._splits and self._splits[0][0] <= self._iteration:
+            decode = heapq.heappop(self._splits)[2]
+            if decode.has_left:
+                continue
+            # It may have been left out of iterations, and have fewer tokens than was to be expected.
+            due = decode.start_iteration + decode.split_tokens - self.split_lead_tokens
+            if due <= self._iteration:
+                found.append(decode)
+                due = self._iteration + SPLIT_RETRY_TOKENS * 2 ** min(decode.num_proposals, _MOST_DOUBLINGS)
+                decode.num_proposals += 1
+            heapq.heappush(self._splits, (due, decode.number, decode))
         return found
 
     def list_without_proposal(self, limit: int) -> list[Decode]:

@@ -20,6 +20,14 @@ MESSAGE_S = 0.0037  # with four busy engines and a router on two cores
 GC_THRESHOLD = 200_000
 
 
+class LengthsKnown(StrEnum):
+    """What a router knows of output lengths, where its strategy asks for them."""
+
+    LEARNED = "learned"
+    EXACT = "exact"
+    NOISY = "noisy"
+
+
 class NoGrant(StrEnum):
     """What a finished prefill does when no engine grants it blocks."""
 
@@ -45,12 +53,18 @@ class SimOptions:
         counts_decodes: The chunk size counts decodes; False: prefill tokens only, as some papers count.
         schedules_ahead: Engines schedule an iteration while another runs, as vLLM does on GPUs: whatever comes to an
             engine meanwhile waits for both. False: papers, whose simulators know no such delay.
+        copies_kv: Where engines schedule ahead, the target copies full KV blocks while the source decodes on, and only
+            the tail stops the stream. False: the request stops while all of its KV moves, as in the papers.
         hash_block_tokens: Tokens that each of a request's ``block_hashes`` names: requests reuse KV blocks that an
             engine still has (``sim.prefix_cache``). None: they do not.
         wait_limit_s: Longest time that the router keeps a request before it refuses it. None: for ever.
         message_s: Time of a message from an engine's scheduler to a router, or back, where engines schedule ahead.
         prefix_report_s: Time from the end of an iteration until the router knows which KV blocks it has cached and
             which were evicted. None: it never does. Only with ``hash_block_tokens``.
+        output_lengths: What the router knows of output lengths: what a product can know, the truth, or the truth with
+            normal errors.
+        length_deviation_tokens: Standard deviation of those errors.
+        sends_parts: The KV of a prompt that is cut goes over the link as it is computed; False: all in the end.
 
     Raises:
         ValueError: Hashes of nothing, no time to wait, messages that are there before they are sent, or reports of
@@ -61,11 +75,15 @@ class SimOptions:
     ttft_end: TtftEnd = TtftEnd.FIRST_TOKEN
     counts_decodes: bool = True
     schedules_ahead: bool = False
+    copies_kv: bool = True
     hash_block_tokens: int | None = None
     wait_limit_s: float | None = None
     message_s: float = MESSAGE_S
     prefix_report_s: float | None = None
     report_s: float = 0.0
+    output_lengths: LengthsKnown = LengthsKnown.LEARNED
+    length_deviation_tokens: float = 50.0
+    sends_parts: bool = True
 
     def __post_init__(self) -> None:
         if self.message_s < 0.0:

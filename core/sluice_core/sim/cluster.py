@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from heapq import heappush
 from typing import Final
@@ -9,9 +10,10 @@ from typing import Final
 from sluice_core.records import EngineId, MoveCause, RequestId
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.sim.cell import Arrival, Cell, EngineSetup, NoGrant, TtftEnd
+from sluice_core.scheduling.splitting.output_lengths import KnownLengths, NoisyLengths, OutputLengths
+from sluice_core.sim.cell import Arrival, Cell, EngineSetup, LengthsKnown, NoGrant, TtftEnd
+from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.sim_engine import SimEngine
-from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.known_prefixes import KnownPrefixes
 from sluice_core.sim.requests import RequestState, SimRequest, check_arrivals
 from sluice_core.sim.routers import SimRouter, SimRouters
@@ -77,9 +79,21 @@ class SimCluster:
         if options.prefix_report_s is not None:
             assert options.hash_block_tokens is not None
             self._prefixes = KnownPrefixes(options.prefix_report_s, options.hash_block_tokens)
+        if options.output_lengths is not LengthsKnown.LEARNED:
+            for router in self.routers.routers:
+                router.policy.use_lengths(self._make_lengths())
         for setup in cell.engines:
             self._add_engine(setup)
         self._spread_chunk_sizes()
+
+    def _make_lengths(self) -> OutputLengths:
+        """Make what tells the router how long outputs will be."""
+        options = self.cell.options
+        known = KnownLengths({request.request_id: request.output_tokens for request in self.requests})
+        if options.output_lengths is LengthsKnown.EXACT:
+            return known
+        rng = random.Random(self.cell.seed)  # noqa: S311 - draws errors
+        return NoisyLengths(known, options.length_deviation_tokens, rng)
 
     @property
     def table(self) -> EngineTable:
@@ -127,7 +141,12 @@ class SimCluster:
         """Keep a request at its router until it is placed."""
         request.state = RequestState.WAITING
         request.held_since_s = self.now
-        request.target = request.table = None
+        if request.part_blocks:
+            planned = None if request.planned_target is None else self._by_id.get(request.planned_target)
+            if planned is not None:
+                planned.cancel_grant(request.part_blocks)
+        request.target = request.table = request.planned_target = None
+        request.split_token = request.part_tokens = request.part_blocks = request.sent_tokens = 0
         self.routers.of_request(request.index).held[request.request_id] = request.describe_prefill()
 
     def recover(self, request: SimRequest) -> None:
@@ -140,6 +159,10 @@ class SimCluster:
             router.is_retry_due = True
             at_s = max(self.now, router.last_assign_s + ASSIGN_INTERVAL_S, not_before_s)
             self._push(at_s, RETRY, router)
+
+    def push(self, at_s: float, code: int, what: object) -> None:
+        """Schedule an event."""
+        self._push(at_s, code, what)
 
     def _push(self, at_s: float, code: int, what: object) -> None:
         self._num_events += 1
@@ -198,6 +221,7 @@ class SimCluster:
             source=source.engine_id,
             num_blocks=num_blocks,
             tpot_slo_s=self.requests[int(request_id)].tpot_slo_s,
+            planned_target=self.requests[int(request_id)].planned_target,
         )
         target_id = router.policy.target(self.now, flow_request, router.table)
         if target_id is None:
@@ -207,19 +231,26 @@ class SimCluster:
             return None  # the target refuses: the router did not know yet how full it is
         return target
 
-    def send(self, request: SimRequest, source: SimEngine, cause: MoveCause, move: object | None) -> None:
-        """Send the KV over the source's link; with a move, ``SimHandOffs.receive`` gets its arrival."""
+    def begin_move(self, request: SimRequest, cause: MoveCause) -> int:
+        """Count the move of a request that was handed off; returns its tokens that the target has by chance."""
         request.num_moves += 1
         self.num_moves[cause] += 1
-        link = source.setup.link
-        name = link.name or source.engine_id
-        num_tokens = request.num_kv_tokens
-        if self.cell.options.hash_block_tokens is not None:
-            assert request.target is not None
-            num_tokens -= self._by_id[request.target].begin_pull(request)
-        num_bytes = num_tokens * source.setup.kv_bytes_per_token
-        free_at_s = self._link_free_at_s.get(name, 0.0)
-        self._link_free_at_s[name], arrives_at_s = link.speed.schedule(self.now, free_at_s, num_bytes)
+        if self.cell.options.hash_block_tokens is None:
+            return 0
+        assert request.target is not None
+        return self._by_id[request.target].begin_pull(request)
+
+    def send(
+        self,
+        request: SimRequest,
+        source: SimEngine,
+        cause: MoveCause,
+        move: object | None,
+        num_copied_tokens: int = 0,
+    ) -> None:
+        """Send the KV over the source's link; with a move, ``SimHandOffs.receive`` gets its arrival."""
+        num_present = max(self.begin_move(request, cause), num_copied_tokens)
+        arrives_at_s = self.send_kv(source, max(0, request.num_kv_tokens - num_present))
         self.transfer_s += arrives_at_s - self.now
         if move is None:
             self._push(arrives_at_s, TRANSFER_END, request)
@@ -227,6 +258,25 @@ class SimCluster:
             self._push(arrives_at_s, MOVE_STEP, move)
         if self._timeline is not None:
             self._timeline.note_transfer(request, cause, self.now, arrives_at_s)
+
+    def copy(self, source: SimEngine, num_tokens: int, move: object) -> None:
+        """Send the KV of some tokens while their request runs on; ``SimHandOffs.receive`` gets its arrival."""
+        arrives_at_s = self.send_kv(source, num_tokens)
+        self.transfer_s += arrives_at_s - self.now
+        self._push(arrives_at_s, MOVE_STEP, move)
+
+    def send_kv(self, source: SimEngine, num_tokens: int) -> float:
+        """Put the KV of some tokens on the source's link.
+
+        Returns:
+            When it arrives.
+        """
+        link = source.setup.link
+        name = link.name or source.engine_id
+        free_at_s = self._link_free_at_s.get(name, 0.0)
+        num_bytes = num_tokens * source.setup.kv_bytes_per_token
+        self._link_free_at_s[name], arrives_at_s = link.speed.schedule(self.now, free_at_s, num_bytes)
+        return arrives_at_s
 
     def send_message(self, move: object, duration_s: float) -> None:
         """Send a message from one engine of a move to the other; ``SimHandOffs.receive`` gets it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from sluice_core.kv import count_tail_tokens, is_copy_close
 from sluice_core.records import MoveCause, MoveProposal, Role
 from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.cluster import SimCluster
@@ -23,21 +24,33 @@ class HandOffStep(IntEnum):
     NOTICE = 3
     JOIN = 4
     RELEASE = 5
+    OFFER = 6
+    PULL = 7
+    COPIED = 8
 
 
 # An engine handles messages between two iterations, when the next one is scheduled already. So, counting ends of
 # iterations (of an engine at work; an idle one does everything at once):
 #
 #     source proposes ──► target grants     after 1 of the target's
+#                     ──► source offers     after 1 of its own: the full blocks that it has then
+#                     ──► target pulls      after 1: they go over the link
+#                     ──► target has them   after 3 from their arrival: it asks when it makes up an iteration, and
+#                                           hears with that one's output
 #                     ──► source hands off  after 2 of its own: the one scheduled already still has the request
-#                     ──► target pulls      after 1: the KV goes over the link
-#                     ──► target notices    after 1 from the KV's arrival
-#                     ──► request joins     after 3 more: notices come up with the output of the iteration that was
-#                                           scheduled then, after which another one is scheduled already
+#                     ──► request joins     after 1 of the target's, which waits for it before it schedules on
 #                     ──► source is free    after 3 of its own
 #
-# The first three steps begin with a message from one engine to the router and on to the other one, which takes twice
-# ``SimOptions.message_s``. The request decodes where it is until it is handed off, and pauses until it has joined.
+# Offer and pull are repeated while much is missing. They are left out for less than a block, and without
+# ``SimOptions.copies_kv``. What is left then is more than a tail, and the target pulls it after the hand-off:
+#
+#                     ──► target pulls      after 1: the KV goes over the link
+#                     ──► target notices    after 1 from the KV's arrival
+#                     ──► request joins     after 3 more: it hears as above, when another one is scheduled already
+#
+# Each step up to the last message begins with a message from one engine to the router and on to the other one, which
+# takes twice ``SimOptions.message_s``. The request decodes where it is until it is handed off, and pauses until it has
+# joined. The tail's own computation, of some tokens in that iteration, takes no time here.
 #
 # Ends of iterations that each step waits for, on an engine at work.
 ITERATION_ENDS = {
@@ -47,7 +60,18 @@ ITERATION_ENDS = {
     HandOffStep.NOTICE: 1,
     HandOffStep.JOIN: 3,
     HandOffStep.RELEASE: 3,
+    HandOffStep.OFFER: 1,
+    HandOffStep.PULL: 1,
+    HandOffStep.COPIED: 3,
 }
+_AT_SOURCE = (HandOffStep.HAND_OFF, HandOffStep.OFFER)
+_WHILE_IT_DECODES = (
+    HandOffStep.GRANT,
+    HandOffStep.OFFER,
+    HandOffStep.PULL,
+    HandOffStep.COPIED,
+    HandOffStep.HAND_OFF,
+)
 
 
 class SimMove:
@@ -68,7 +92,10 @@ class SimMove:
         "is_granted",
         "is_handed_off",
         "num_blocks",
+        "num_copied_tokens",
         "num_kv_tokens",
+        "num_offered_tokens",
+        "num_parts",
         "number",
         "request",
         "source",
@@ -99,6 +126,8 @@ class SimMove:
         self.step = HandOffStep.GRANT  # the step that the message or the KV under way leads to
         self.num_kv_tokens = 0  # that the source holds, once it was handed off
         self.table: BlockTable | None = None  # what the source holds, with prefix reuse
+        self.num_offered_tokens = self.num_copied_tokens = 0  # from the first one on
+        self.num_parts = 0
 
 
 class SimHandOffs:
@@ -106,6 +135,9 @@ class SimHandOffs:
 
     Args:
         cluster: Whose engines they are between.
+
+    Attributes:
+        num_abandoned_copies: Moves that ended with a part of their KV copied in vain.
     """
 
     def __init__(self, cluster: SimCluster) -> None:
@@ -114,6 +146,7 @@ class SimHandOffs:
         self._pending_steps: dict[str, list[tuple[int, HandOffStep, SimMove]]] = {}
         self._at_boundary: SimEngine | None = None
         self._num_moves = 0
+        self.num_abandoned_copies = 0
 
     def propose(self, source: SimEngine, proposals: list[MoveProposal]) -> None:
         """Ask targets for grants, between two iterations of the source."""
@@ -149,7 +182,7 @@ class SimHandOffs:
         step = move.step
         if step is HandOffStep.NOTICE and self._recover_from_dead_engine(move):
             return
-        engine = move.source if step is HandOffStep.HAND_OFF else move.target
+        engine = move.source if step in _AT_SOURCE else move.target
         if engine.is_dead:
             self._drop_step(step, move)
         else:
@@ -212,7 +245,7 @@ class SimHandOffs:
 
     def _drop_step(self, step: HandOffStep, move: SimMove) -> None:
         """Drop a step of a dead engine: the request stays, is recovered, or is recomputed."""
-        if step is HandOffStep.HAND_OFF or step is HandOffStep.GRANT:
+        if step in _WHILE_IT_DECODES:
             self._cancel(move)
         elif step is HandOffStep.SUBMIT or step is HandOffStep.NOTICE:
             self._recover_from_dead_engine(move)
@@ -221,13 +254,22 @@ class SimHandOffs:
 
     def _queue_step(self, engine: SimEngine, step: HandOffStep, move: SimMove) -> None:
         """Queue a step of an engine; an idle one runs it at once."""
+        due = engine.iteration + ITERATION_ENDS[step]
+        if step is HandOffStep.HAND_OFF:
+            due = max(due, self._find_planned_end(move))
         if engine.is_running or engine is self._at_boundary:
-            self._pending_steps.setdefault(engine.engine_id, []).append(
-                (engine.iteration + ITERATION_ENDS[step], step, move)
-            )
+            self._pending_steps.setdefault(engine.engine_id, []).append((due, step, move))
         else:
             self._run_step(step, move)
             self._cluster.start_engine(engine)
+
+    @staticmethod
+    def _find_planned_end(move: SimMove) -> int:
+        """Find the iteration with which a part that was planned ends."""
+        request = move.request
+        if move.cause is not MoveCause.SPLIT or request.state is not RequestState.DECODING:
+            return 0
+        return request.start_iteration + request.split_tokens
 
     def _run_steps(self, engine: SimEngine, due: list[tuple[int, HandOffStep, SimMove]]) -> None:
         outer, self._at_boundary = self._at_boundary, engine
@@ -240,10 +282,11 @@ class SimHandOffs:
             self._grant(move)
         elif step is HandOffStep.HAND_OFF:
             self._hand_off(move)
+        elif step is HandOffStep.OFFER or step is HandOffStep.PULL or step is HandOffStep.COPIED:
+            self._copy(step, move)
         elif step is HandOffStep.SUBMIT:
             if not self._recover_from_dead_engine(move):
-                move.step = HandOffStep.NOTICE
-                self._cluster.send(move.request, move.source, move.cause, move)
+                self._submit(move)
         elif step is HandOffStep.NOTICE:
             if not self._recover_from_dead_engine(move):
                 self._queue_step(move.source, HandOffStep.RELEASE, move)
@@ -263,10 +306,50 @@ class SimHandOffs:
         elif self._may_grant(move):
             target.reserve(move.num_blocks)
             move.is_granted = True
-            self._send(HandOffStep.HAND_OFF, move)
+            num_tokens = move.source.count_tokens(move.request)
+            is_copied = (
+                self._cluster.cell.options.copies_kv
+                and move.cause is not MoveCause.SPLIT  # the source must know its end before it comes there
+                and num_tokens > move.source.setup.block_size_tokens
+            )
+            self._send(HandOffStep.OFFER if is_copied else HandOffStep.HAND_OFF, move)
         else:
             move.request.is_leaving = False
             self._cluster.num_blocked_moves += 1
+
+    def _copy(self, step: HandOffStep, move: SimMove) -> None:
+        """Run a step of a copy, while the request still decodes at its source."""
+        source = move.source
+        if move.target.is_dead or not self._still_decodes_at_source(move):
+            self._cancel(move)
+            return
+        num_tokens, block_size = source.count_tokens(move.request), source.setup.block_size_tokens
+        if step is HandOffStep.OFFER:
+            move.num_offered_tokens = (num_tokens - 1) // block_size * block_size
+            has_more = move.num_offered_tokens > move.num_copied_tokens
+            self._send(HandOffStep.PULL if has_more else HandOffStep.HAND_OFF, move)
+        elif step is HandOffStep.PULL:
+            move.step = HandOffStep.COPIED
+            move.num_parts += 1
+            self._cluster.copy(source, move.num_offered_tokens - move.num_copied_tokens, move)
+        else:
+            move.num_copied_tokens = move.num_offered_tokens
+            is_close = is_copy_close(num_tokens, move.num_copied_tokens, move.num_parts, block_size)
+            self._send(HandOffStep.HAND_OFF if is_close else HandOffStep.OFFER, move)
+
+    def _submit(self, move: SimMove) -> None:
+        """Let a request that was handed off join, if but a tail of it is missing; else its KV follows."""
+        request, num_copied = move.request, move.num_copied_tokens
+        num_missing = request.num_kv_tokens - num_copied
+        if self._cluster.cell.options.copies_kv and (
+            num_missing <= 0 or count_tail_tokens(num_missing, num_copied, move.target.setup.block_size_tokens)
+        ):
+            self._cluster.begin_move(request, move.cause)
+            self._queue_step(move.source, HandOffStep.RELEASE, move)
+            move.target.receive(request)
+            return
+        move.step = HandOffStep.NOTICE
+        self._cluster.send(request, move.source, move.cause, move, num_copied)
 
     def _grant_to_handed_off(self, move: SimMove) -> None:
         request, target = move.request, move.target
@@ -328,6 +411,7 @@ class SimHandOffs:
     def _cancel(self, move: SimMove) -> None:
         """Cancel a move; the request stays where it is, or has ended there."""
         move.request.is_leaving = False
+        self.num_abandoned_copies += move.num_parts > 0
         target = move.target
         if move.is_granted and not target.is_dead:
             target.cancel_grant(move.num_blocks)

@@ -13,6 +13,7 @@ from sluice_core.sim.cell import EngineSetup, SimOptions, TransferLink
 from sluice_core.sim.metrics import EngineUse, RunSummary
 from sluice_core.sim.traces import TraceRow
 from sluice_core.strategies.disaggregated import DisaggregatedPolicies
+from sluice_core.strategies.dynaserve import DynaServeRules
 from sluice_core.strategies.ecoserve import EcoServeRules
 from sluice_core.strategies.flowprefill import FlowPrefillRules
 from sluice_core.strategies.interface import SliderUse, Strategy
@@ -22,6 +23,7 @@ from sluice_core.strategies.sluice import SluiceRules
 
 RECORDS: tuple[type[Any], ...] = (
     DisaggregatedPolicies,
+    DynaServeRules,
     EcoServeRules,
     EngineSetup,
     EngineUse,

@@ -44,6 +44,11 @@ class SimRequest:
         has_missed_ttft: TTFT was over before the first token, as ``TtftDeadlines`` noticed.
         held_since_s: When it last began to wait at the router.
         last_token_s: When its last token came, as of the last time it left a decode batch or finished.
+        split_token: Tokens of prompt and output whose KV its engine computes before another goes on; 0: all.
+        planned_target: That other engine.
+        part_tokens: Tokens of a prompt that was cut which have KV, until the other engine has it; 0: it was not cut.
+        sent_tokens: Of these, tokens whose KV has been sent.
+        part_blocks: Blocks that the other engine keeps for a prompt that was cut.
     """
 
     __slots__ = (
@@ -67,14 +72,19 @@ class SimRequest:
         "num_preemptions",
         "order",
         "output_tokens",
+        "part_blocks",
+        "part_tokens",
+        "planned_target",
         "prefill_tokens",
         "priority",
         "prompt_tokens",
         "request_id",
         "reset_tokens",
+        "sent_tokens",
         "slo",
         "source",
         "source_table",
+        "split_token",
         "start_iteration",
         "state",
         "table",
@@ -118,11 +128,26 @@ class SimRequest:
         self.source_table: BlockTable | None = None
         self.source: EngineId | None = None
         self.target: EngineId | None = None
+        self.split_token = 0
+        self.planned_target: EngineId | None = None
+        self.part_tokens = 0
+        self.sent_tokens = 0
+        self.part_blocks = 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Its engine computes the beginning of its prompt alone."""
+        return 0 < self.split_token < self.prompt_tokens
+
+    @property
+    def split_tokens(self) -> int:
+        """Output tokens at which its engine hands it off as planned; 0: it does not."""
+        return max(0, self.split_token - self.prompt_tokens + 1) if self.split_token else 0
 
     @property
     def num_kv_tokens(self) -> int:
         """Tokens that it has KV of while it neither prefills nor decodes: all but the last one."""
-        return self.prompt_tokens + self.generated_tokens - 1
+        return self.part_tokens or self.prompt_tokens + self.generated_tokens - 1
 
     @property
     def ttft_s(self) -> float:

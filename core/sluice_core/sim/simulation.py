@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
-from sluice_core.records import EngineId, Hold, MoveCause, MoveProposal, Place, PrefillRequest, Role
+from sluice_core.records import EngineId, Hold, Leg, MoveCause, MoveProposal, Place, PrefillRequest, Role
 from sluice_core.scheduling.batching import RequestKind
 from sluice_core.scheduling.holding import Urgency, select_urgent
 from sluice_core.sim.cell import AddEngineEvent, Arrival, Cell, ClusterEvent, ConfigureEvent, FailEvent, NoGrant
@@ -27,6 +27,7 @@ from sluice_core.sim.cluster import (
     TRANSFER_END,
     SimCluster,
 )
+from sluice_core.sim.cut_prompts import CutPrompts
 from sluice_core.sim.deadlines import TtftDeadlines
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.grant_queue import GrantQueue
@@ -63,6 +64,7 @@ class Simulation(SimCluster):
         self._hand_offs = SimHandOffs(self) if cell.options.schedules_ahead else None
         self._grants = [GrantQueue(self, self._hand_offs) for _ in self.routers.routers]
         self._find_targets()
+        self._cut_prompts = CutPrompts(self)
         for event in sorted(cell.events, key=_at_s_of):
             self._push(event.at_s, CLUSTER_CHANGE, event)
 
@@ -196,7 +198,12 @@ class Simulation(SimCluster):
             if self._prefixes is not None:
                 self._prefixes.drop(request)
             if isinstance(decision, Place):
-                self._submit(request, router, self._by_id[decision.engine_id])
+                engine = self._by_id[decision.engine_id]
+                if decision.route:
+                    self._plan_parts(request, decision.route)
+                    if request.is_cut:
+                        self._cut_prompts.begin(request, engine, self._by_id[decision.route[1].engine_id])
+                self._submit(request, router, engine)
             else:
                 self._reject(request)
 
@@ -241,6 +248,12 @@ class Simulation(SimCluster):
         if not request.has_missed_ttft:
             self.num_missed += 1
 
+    @staticmethod
+    def _plan_parts(request: SimRequest, route: tuple[Leg, ...]) -> None:
+        """Take the parts of a request that is split."""
+        request.split_token = route[0].end_token
+        request.planned_target = route[1].engine_id
+
     def _submit(self, request: SimRequest, router: SimRouter, engine: SimEngine) -> None:
         is_recovery = request.first_token_s >= 0.0
         number = engine.submit(request, RequestKind.RECOVERY if is_recovery else RequestKind.NEW_PROMPT)
@@ -277,6 +290,7 @@ class Simulation(SimCluster):
         for request in engine.finished:
             if not request.has_met_slo:
                 self._count_missed(request)
+            self.routers.of_request(request.index).policy.note_finished(request.request_id, request.output_tokens)
         if self._timeline is not None:
             self._timeline.note_finished(engine.finished)
         may_place = engine.has_freed_blocks or bool(engine.prefilled)
@@ -284,6 +298,7 @@ class Simulation(SimCluster):
             for request in engine.prefilled:
                 self._grants_of(request).add(request, engine)
             engine.prefilled.clear()
+        self._cut_prompts.end_iteration(engine)
         if engine.batch.num_decodes:
             self._propose(engine)
         if self._hand_offs is not None:
@@ -354,6 +369,19 @@ class Simulation(SimCluster):
     def _end_transfer(self, request: SimRequest) -> None:
         """Free the source's blocks and hand the request to the target."""
         source = None if request.source is None else self._by_id.get(request.source)
+        if request.part_tokens:
+            planned = None if request.planned_target is None else self._by_id.get(request.planned_target)
+            self._cut_prompts.arrive(request, source, planned)
+        else:
+            self._end_move(request, source)
+        if source is not None:
+            self.start_engine(source)
+            if source.has_freed_blocks and any(len(grants) for grants in self._grants):
+                source.has_freed_blocks = False
+                self._place_granted()
+            self._retry_held()
+
+    def _end_move(self, request: SimRequest, source: SimEngine | None) -> None:
         target = None if request.target is None else self._by_id.get(request.target)
         if source is not None:
             source.release(request.num_blocks, request.num_kv_tokens, request.source_table)
@@ -366,12 +394,6 @@ class Simulation(SimCluster):
         else:
             target.receive(request)
             self.start_engine(target)
-        if source is not None:
-            self.start_engine(source)
-            if source.has_freed_blocks and any(len(grants) for grants in self._grants):
-                source.has_freed_blocks = False
-                self._place_granted()
-            self._retry_held()
 
     # --- the cluster changes -----------------------------------------------------------------------------------
 

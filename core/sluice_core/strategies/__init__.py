@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from sluice_core.strategies.aggregated import AGGREGATED
 from sluice_core.strategies.disaggregated import DISAGGREGATED
+from sluice_core.strategies.dynaserve import DYNASERVE
 from sluice_core.strategies.ecoserve import ECOSERVE
 from sluice_core.strategies.flowprefill import FLOWPREFILL
 from sluice_core.strategies.interface import Strategy
@@ -19,7 +20,7 @@ DEFAULT_STRATEGY: Strategy = TAICHI
 # In force on an engine before its first plan: nothing moves.
 INITIAL_STRATEGY: Strategy = AGGREGATED
 STRATEGIES: dict[str, Strategy] = {
-    row.name: row for row in (TAICHI, AGGREGATED, DISAGGREGATED, FLOWPREFILL, ECOSERVE, SLUICE)
+    row.name: row for row in (TAICHI, AGGREGATED, DISAGGREGATED, DYNASERVE, FLOWPREFILL, ECOSERVE, SLUICE)
 }
 
 

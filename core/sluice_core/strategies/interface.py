@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
-from sluice_core.records import Decision, EngineId, FlowParameters, MoveCause, PrefillRequest, Role
+from sluice_core.records import Decision, EngineId, FlowParameters, MoveCause, PrefillRequest, RequestId, Role
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.holding import Urgency, compute_urgency
 from sluice_core.scheduling.placement import NUM_RECORDS, PlacementRecord
+from sluice_core.scheduling.splitting.output_lengths import OutputLengths
 from sluice_core.strategies.parameters import Parameter, format_parameters, read_parameters
 
 
@@ -108,6 +109,17 @@ class RouterPolicy:
             tokens_since_move: Output tokens since its last move; None: it has not moved yet.
         """
         return False
+
+    def note_finished(self, request_id: RequestId, output_tokens: int) -> None:
+        """Take note of a request that has ended; no policy needs to.
+
+        Args:
+            request_id: The request.
+            output_tokens: Tokens of its answer; 0: it was given up.
+        """
+
+    def use_lengths(self, lengths: OutputLengths) -> None:
+        """Predict output lengths by something else, in a simulation; for a policy that predicts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,15 @@ MACRO_INSTANCE_LEAST = Parameter(
 MACRO_INSTANCE_MOST = Parameter(
     name="macro_instance_most", default="16", low=1, high=1024, unit="engines", source="EcoServe, section 4.3.2: N_u"
 )
+SPLIT_SEARCH_STEPS = Parameter(
+    name="split_search_steps", default="6", low=1, high=16, unit="steps", source="DynaServe, section 4.1: K"
+)
+SPLIT_MARGIN_TOKENS = Parameter(
+    name="split_margin_tokens", default="20", low=0, high=65_536, unit="tokens", source="DynaServe, section 5"
+)
+TBT_TARGET_MILLISECONDS = Parameter(
+    name="tbt_target_milliseconds", default="0", low=0, high=60_000, unit="milliseconds"
+)
 _PARAMETERS = (
     WATERMARK,
     APPROACHING_FACTOR,
@@ -95,6 +104,9 @@ _PARAMETERS = (
     CREDIT,
     MACRO_INSTANCE_LEAST,
     MACRO_INSTANCE_MOST,
+    SPLIT_SEARCH_STEPS,
+    SPLIT_MARGIN_TOKENS,
+    TBT_TARGET_MILLISECONDS,
 )
 
 
@@ -131,6 +143,9 @@ def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], stra
         credit_s=int(read[CREDIT.name]) / 1000,
         macro_instance_least=int(read[MACRO_INSTANCE_LEAST.name]),
         macro_instance_most=int(read[MACRO_INSTANCE_MOST.name]),
+        split_search_steps=int(read[SPLIT_SEARCH_STEPS.name]),
+        split_margin_tokens=int(read[SPLIT_MARGIN_TOKENS.name]),
+        tbt_target_s=int(read[TBT_TARGET_MILLISECONDS.name]) / 1000,
     )
 
 
@@ -155,5 +170,8 @@ def format_parameters(rows: tuple[Parameter, ...], parameters: FlowParameters) -
         CREDIT.name: str(round(parameters.credit_s * 1000)),
         MACRO_INSTANCE_LEAST.name: str(parameters.macro_instance_least),
         MACRO_INSTANCE_MOST.name: str(parameters.macro_instance_most),
+        SPLIT_SEARCH_STEPS.name: str(parameters.split_search_steps),
+        SPLIT_MARGIN_TOKENS.name: str(parameters.split_margin_tokens),
+        TBT_TARGET_MILLISECONDS.name: str(round(parameters.tbt_target_s * 1000)),
     }
     return {row.name: values[row.name] for row in rows}

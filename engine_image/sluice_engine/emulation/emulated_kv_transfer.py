@@ -20,11 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from sluice_core.kv import blocks_for_tokens
+from sluice_core.kv import blocks_for_tokens, count_tail_tokens
 from sluice_engine.core_messages import NUM_TOKENS_KEY
 from sluice_engine.emulation.emulated_gpu import find_gpu, read_settings
 from sluice_engine.kv_transfer.kv_connector import LEASE_S
-from sluice_engine.kv_transfer.kv_handles import read_handle
+from sluice_engine.kv_transfer.kv_handles import read_handle, read_offer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -275,6 +275,34 @@ class EmulatedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if request_id in self._metadata.holds:
             self._metadata.holds.remove(request_id)
 
+    def offer(self, offer_id: str, block_ids: list[int]) -> dict[str, Any]:
+        """See ``KvConnector``."""
+        self._metadata.holds.append(offer_id)
+        return self._locate(offer_id, block_ids)
+
+    def read_offer(self, transfer_params: str) -> dict[str, Any]:
+        """See ``KvConnector``."""
+        return read_offer(
+            transfer_params, block_size=self._block_size, engine_id=self._engine_id, tp_size=self._tp_size
+        )
+
+    def pull_part(self, read_id: str, params: dict[str, Any], block_ids: list[int]) -> None:
+        """See ``KvConnector``."""
+        if block_ids:
+            self._read(read_id, params, len(block_ids) * self._block_size)
+        else:
+            self._notify(params)
+
+    def _locate(self, remote_request_id: str, block_ids: list[int]) -> dict[str, Any]:
+        return {
+            "remote_block_ids": [block_ids],
+            "remote_engine_id": self._engine_id,
+            "remote_request_id": remote_request_id,
+            "remote_host": self._address[0],
+            "remote_port": self._address[1],
+            "tp_size": self._tp_size,
+        }
+
     # --- vLLM's connector, in the scheduler ------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
@@ -283,7 +311,9 @@ class EmulatedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not params or not params.get("do_remote_prefill"):
             return 0, False
         count = params[NUM_TOKENS_KEY] - num_computed_tokens
-        return (count, True) if count > 0 else (0, False)
+        if count <= 0 or count_tail_tokens(count, num_computed_tokens, self._block_size):
+            return 0, False
+        return count, True
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:  # noqa: ARG002
         """Starts the pull, or notifies the source that the prefix cache had it all."""
@@ -294,12 +324,15 @@ class EmulatedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if num_external_tokens <= 0:
             self._notify(params)
             return
+        self._read(request.request_id, params, num_external_tokens)
+
+    def _read(self, read_id: str, params: dict[str, Any], num_tokens: int) -> None:
         self._metadata.reads.append(
             KvRead(
-                request_id=request.request_id,
+                request_id=read_id,
                 source=(params["remote_host"], params["remote_port"]),
                 remote_request_id=params["remote_request_id"],
-                num_bytes=num_external_tokens * self._bytes_per_token,
+                num_bytes=num_tokens * self._bytes_per_token,
             )
         )
 
@@ -328,15 +361,8 @@ class EmulatedConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # An iteration in flight may have added blocks, and counts as computed; the last token has no KV.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self._metadata.holds.append(request.request_id)
-        return True, {
-            NUM_TOKENS_KEY: num_tokens,
-            "remote_block_ids": [block_ids[0][: blocks_for_tokens(num_tokens, self._block_size)]],
-            "remote_engine_id": self._engine_id,
-            "remote_request_id": request.request_id,
-            "remote_host": self._address[0],
-            "remote_port": self._address[1],
-            "tp_size": self._tp_size,
-        }
+        kept = block_ids[0][: blocks_for_tokens(num_tokens, self._block_size)]
+        return True, {NUM_TOKENS_KEY: num_tokens, **self._locate(request.request_id, kept)}
 
     # --- vLLM's connector, in the worker: the executor plays it ------------------------------------------------------
 

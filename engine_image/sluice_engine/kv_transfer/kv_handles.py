@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from sluice_core.kv import blocks_for_tokens
-from sluice_engine.core_messages import NUM_TOKENS_KEY
+from sluice_engine.core_messages import FIRST_TOKEN_KEY, NUM_TOKENS_KEY
 
 _BlockId = Annotated[int, Meta(ge=1)]  # block 0 is vLLM's null block
 _Positive = Annotated[int, Meta(ge=1)]
@@ -25,6 +25,7 @@ class MalformedHandleError(ValueError):
 
 class _Handle(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: _Positive = msgspec.field(name=NUM_TOKENS_KEY)
+    first_token: Annotated[int, Meta(ge=0)] = msgspec.field(name=FIRST_TOKEN_KEY, default=0)
     remote_block_ids: list[list[_BlockId]]
     remote_engine_id: _Text
     remote_request_id: _Text
@@ -53,18 +54,49 @@ def read_handle(text: str, *, num_tokens: int, block_size: int, engine_id: str, 
     """
     handle = _parse(text)
     _check_peer(handle, engine_id=engine_id, tp_size=tp_size)
+    if handle.first_token:
+        raise MalformedHandleError(f"KV handle: an offer that begins after {handle.first_token} tokens")
     blocks = _check_blocks(handle, block_size)
     # The last token's KV never exists before its own iteration, whatever the handle says.
     num_wanted = min(handle.num_tokens, num_tokens - 1)
     if num_wanted < 1:
         raise MalformedHandleError(f"KV handle: the request has {num_tokens} tokens, nothing to read")
+    # NIXL's worker pairs both lists from their ends, so they must cover the same tokens.
+    return _make_params(handle, num_wanted, blocks[: blocks_for_tokens(num_wanted, block_size)])
+
+
+def read_offer(text: str, *, block_size: int, engine_id: str, tp_size: int) -> dict[str, Any]:
+    """Checks the handle of an offer, which is of full blocks.
+
+    Args:
+        text: The handle, as JSON.
+        block_size: Tokens per block, equal on both sides.
+        engine_id: The reader's own NIXL id.
+        tp_size: The reader's tensor-parallel size.
+
+    Returns:
+        ``kv_transfer_params`` for vLLM's pull connector, and ``FIRST_TOKEN_KEY``.
+
+    Raises:
+        MalformedHandleError: It names what is wrong.
+    """
+    handle = _parse(text)
+    _check_peer(handle, engine_id=engine_id, tp_size=tp_size)
+    if handle.num_tokens % block_size or handle.first_token % block_size or handle.num_tokens <= handle.first_token:
+        raise MalformedHandleError(
+            f"KV handle: an offer of tokens {handle.first_token} to {handle.num_tokens}, {block_size} to a block"
+        )
+    blocks = _check_blocks(handle, block_size)
+    return _make_params(handle, handle.num_tokens, blocks) | {FIRST_TOKEN_KEY: handle.first_token}
+
+
+def _make_params(handle: _Handle, num_tokens: int, blocks: list[int]) -> dict[str, Any]:
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        NUM_TOKENS_KEY: num_wanted,
-        # NIXL's worker pairs both lists from their ends, so they must cover the same tokens.
-        "remote_block_ids": [blocks[: blocks_for_tokens(num_wanted, block_size)]],
-        "remote_num_tokens": num_wanted,
+        NUM_TOKENS_KEY: num_tokens,
+        "remote_block_ids": [blocks],
+        "remote_num_tokens": num_tokens,
         "remote_engine_id": handle.remote_engine_id,
         "remote_request_id": handle.remote_request_id,
         "remote_host": handle.remote_host,
@@ -97,9 +129,10 @@ def _check_blocks(handle: _Handle, block_size: int) -> list[int]:
     if len(handle.remote_block_ids) != 1:
         raise MalformedHandleError(f"KV handle: {len(handle.remote_block_ids)} KV groups, exactly 1 is supported")
     blocks = handle.remote_block_ids[0]
-    if len(blocks) != blocks_for_tokens(handle.num_tokens, block_size) or len(set(blocks)) != len(blocks):
+    num_tokens = handle.num_tokens - handle.first_token
+    if len(blocks) != blocks_for_tokens(num_tokens, block_size) or len(set(blocks)) != len(blocks):
         raise MalformedHandleError(
-            f"KV handle: {len(blocks)} blocks ({len(set(blocks))} distinct) for {handle.num_tokens} tokens, "
+            f"KV handle: {len(blocks)} blocks ({len(set(blocks))} distinct) for {num_tokens} tokens, "
             f"{block_size} to a block"
         )
     return blocks

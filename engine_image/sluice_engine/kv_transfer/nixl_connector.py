@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -12,10 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBase
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
-from sluice_core.kv import blocks_for_tokens
+from sluice_core.kv import blocks_for_tokens, count_tail_tokens
 from sluice_engine.core_messages import NUM_TOKENS_KEY
 from sluice_engine.kv_transfer import nixl_progress, ucx_transport
-from sluice_engine.kv_transfer.kv_handles import read_handle
+from sluice_engine.kv_transfer.kv_handles import read_handle, read_offer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+
+# Begins a heartbeat, which the source's worker ignores. A notice that reads had ended could come before that worker had
+# heard of an offer, and would be dropped; the router ends offers instead.
+_NO_NOTICE = "HB:"
 
 
 @contextlib.contextmanager
@@ -55,7 +61,9 @@ class SluiceConnectorScheduler(NixlPullConnectorScheduler):  # type: ignore[misc
         # At an iteration boundary a request of n tokens has the KV of n - 1. vLLM's own connector asks for n, which can
         # be a block more than the source has.
         count = params[NUM_TOKENS_KEY] - num_computed_tokens
-        return (count, True) if count > 0 else (0, False)
+        if count <= 0 or count_tail_tokens(count, num_computed_tokens, self.block_size):
+            return 0, False
+        return count, True
 
     def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Decides whether blocks stay for a reader, and returns where they lie."""
@@ -86,6 +94,23 @@ class SluiceConnectorScheduler(NixlPullConnectorScheduler):  # type: ignore[misc
         """Keeps the worker from counting a lease that it has not heard of yet."""
         if self._reqs_need_send.pop(request_id, None) is not None:
             self.retract_hand_off(request_id)
+
+    def offer(self, offer_id: str, block_ids: list[int]) -> dict[str, Any]:
+        """See ``KvConnector``: the worker does not hear of it, and the reader's notice goes for a heartbeat."""
+        return {
+            "remote_block_ids": [block_ids],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": f"{_NO_NOTICE}{offer_id}",
+            "remote_host": self.side_channel_host,
+            "remote_port": self.side_channel_port,
+            "tp_size": self.transfer_tp_size,
+        }
+
+    def pull_part(self, read_id: str, params: dict[str, Any], block_ids: list[int]) -> None:
+        """See ``KvConnector``: to the worker it is a request that waits for its KV."""
+        if block_ids:
+            part = SimpleNamespace(request_id=read_id, kv_transfer_params=params)
+            self._reqs_need_recv[read_id] = (part, [block_ids], (0,), True)
 
     def cancel_pull(self, request: Request) -> None:
         """Sends the source a completion notice for a request that reads nothing."""
@@ -150,3 +175,21 @@ class SluiceConnector(NixlPullConnector):  # type: ignore[misc]
     def release(self, request_id: str) -> None:
         """See ``KvConnector``."""
         self.connector_scheduler.release(request_id)
+
+    def offer(self, offer_id: str, block_ids: list[int]) -> dict[str, Any]:
+        """See ``KvConnector``."""
+        params: dict[str, Any] = self.connector_scheduler.offer(offer_id, block_ids)
+        return params
+
+    def read_offer(self, transfer_params: str) -> dict[str, Any]:
+        """See ``KvConnector``."""
+        return read_offer(
+            transfer_params,
+            block_size=self._block_size,
+            engine_id=self.engine_id,
+            tp_size=self.connector_scheduler.transfer_tp_size,
+        )
+
+    def pull_part(self, read_id: str, params: dict[str, Any], block_ids: list[int]) -> None:
+        """See ``KvConnector``."""
+        self.connector_scheduler.pull_part(read_id, params, block_ids)

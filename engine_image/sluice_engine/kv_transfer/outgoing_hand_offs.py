@@ -31,29 +31,34 @@ class OutgoingHandOffs:
         self.num_pinned_blocks = 0
         self.num_moved_out = 0
 
-    def request(self, request_id: str, request: Request | None) -> HandOffAnswer:
+    def request(self, request_id: str, request: Request | None, num_output_tokens: int = 0) -> HandOffAnswer:
         """Makes a running decode end with a hand-off, unless there is a reason against it.
 
         Args:
             request_id: The request that is asked for.
             request: vLLM's record of it; None when the engine has none.
+            num_output_tokens: See ``begin``.
         """
         reason = find_refusal(request)
         if request is not None and not reason:
-            self.begin(request)
+            self.begin(request, num_output_tokens)
         return HandOffAnswer(request_id=request_id, is_accepted=not reason, reason=reason)
 
-    def begin(self, request: Request) -> None:
-        """Makes a running decode end with a hand-off; a second call changes nothing."""
+    def begin(self, request: Request, num_output_tokens: int = 0) -> None:
+        """Makes a running decode end with a hand-off; a second call changes nothing.
+
+        Args:
+            request: vLLM's record of it.
+            num_output_tokens: Output tokens of the whole request with which it ends here, if there are fewer so far.
+        """
         if request.request_id in self._max_tokens_of:
             return
         # vLLM ends the request by its own length rule at the next iteration boundary, in asynchronous scheduling too
         # and without a wasted token, and reports the connector's parameters with its last output.
         self._max_tokens_of[request.request_id] = request.max_tokens
         self._connector.announce_hand_off(request.request_id)
-        request.max_tokens = min(
-            request.max_tokens, request.num_output_tokens + max(1, request.num_output_placeholders)
-        )
+        soonest = request.num_output_tokens + max(1, request.num_output_placeholders)
+        request.max_tokens = min(request.max_tokens, max(soonest, num_output_tokens))
 
     def cancel(self, request: Request) -> bool:
         """Lets a request go on here.
@@ -114,11 +119,17 @@ class OutgoingHandOffs:
 
 def find_refusal(request: Request | None) -> str:
     """Why a request cannot be handed off: ``unknown``, ``preempted``, ``waiting``, ``prefill``; empty when it can."""
+    reason = find_halt(request)
+    if request is None or reason:
+        return reason
+    # Before its first token there is nothing that another engine could decode on from.
+    return "prefill" if request.is_prefill_chunk or not request.num_output_tokens else ""
+
+
+def find_halt(request: Request | None) -> str:
+    """Why a request does not run: ``unknown``, ``preempted``, ``waiting``; empty when it does."""
     if request is None or request.is_finished():
         return "unknown"
     if request.status == RequestStatus.PREEMPTED:
         return "preempted"
-    if request.status != RequestStatus.RUNNING:
-        return "waiting"
-    # Before its first token there is nothing that another engine could decode on from.
-    return "prefill" if request.is_prefill_chunk or not request.num_output_tokens else ""
+    return "" if request.status == RequestStatus.RUNNING else "waiting"

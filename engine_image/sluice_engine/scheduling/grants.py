@@ -13,7 +13,7 @@ from sluice_engine.core_messages import GrantAnswer
 if TYPE_CHECKING:
     from sluice_core.kv import KvBlocks
     from sluice_engine.core_messages import GrantCommand
-    from sluice_engine.scheduling.grant_table import GrantTable
+    from sluice_engine.kv_transfer.grant_table import GrantTable
     from sluice_engine.scheduling.kv_usage import KvUsage
 
 
@@ -51,7 +51,7 @@ def answer_grant(
         now_s: Monotonic time.
     """
     reason = find_refusal(num_blocks, room)
-    if not reason and not table.reserve(command.key, num_blocks, now_s + command.ttl_s):
+    if not reason and not table.reserve(command.key, num_blocks, now_s + command.ttl_s, command.ttl_s):
         reason = "kv"
     return GrantAnswer(key=command.key, is_granted=not reason, reason=reason, ttl_s=0.0 if reason else command.ttl_s)
 

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from sluice_engine.core_messages import IterationReport
+from sluice_engine.scheduling.late_scheduling import LEAD_S, LEAD_SHARE, RecentIterations
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,6 +22,7 @@ class IterationTimer:
         self._batches: dict[int, ScheduledBatch] = {}
         self._last_end_s = 0.0
         self._number = 0
+        self._recent = RecentIterations()
 
     def start(self, output: SchedulerOutput, batch: ScheduledBatch) -> None:
         """Notes an iteration that was scheduled."""
@@ -46,6 +48,15 @@ class IterationTimer:
         total_s = sum(latency.estimate_shape_s(batch.make_shape()) for batch in batches)
         return len(batches), max(0.0, total_s - (time.perf_counter() - began_s))
 
+    def find_wait_s(self) -> float:
+        """Finds for how long the next iteration need not be made up yet, in seconds: the one under way goes on."""
+        batch = next(iter(self._batches.values()), None)
+        if batch is None or len(self._batches) > 1:
+            return 0.0
+        shortest_s = self._recent.find_shortest_s(batch)
+        began_s = max(batch.started_s, self._last_end_s)
+        return began_s + shortest_s - max(LEAD_S, LEAD_SHARE * shortest_s) - time.perf_counter()
+
     def stop(self, output: SchedulerOutput) -> tuple[ScheduledBatch, IterationReport] | None:
         """Ends an iteration.
 
@@ -60,7 +71,7 @@ class IterationTimer:
         began_s = max(batch.started_s, self._last_end_s)
         self._last_end_s = now_s
         self._number += 1
-        return batch, IterationReport(
+        report = IterationReport(
             number=self._number,
             prefill_tokens=batch.prefill_tokens,
             attention_work=batch.attention_work,
@@ -69,3 +80,5 @@ class IterationTimer:
             decode_context_tokens=batch.decode_context_tokens,
             duration_s=now_s - began_s,
         )
+        self._recent.note(report)
+        return batch, report

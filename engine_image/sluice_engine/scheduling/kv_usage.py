@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from sluice_core.kv import KvBlocks
 
 if TYPE_CHECKING:
+    from sluice_engine.kv_transfer.grant_table import GrantTable
     from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
-    from sluice_engine.scheduling.grant_table import GrantTable
 
 
 class KvUsage:

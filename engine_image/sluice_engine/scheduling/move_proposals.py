@@ -102,6 +102,7 @@ class MoveProposer:
             since_first_token_s=now_s - tracked.first_token_s,
             tpot_slo_s=extras.tpot_slo_s or NO_OBJECTIVE_S,
             is_moved_in=tracked.is_moved_in,
+            split_tokens=extras.split_output_tokens,
         )
 
     def leave(self, request_id: str) -> None:

@@ -13,13 +13,14 @@ class ReportOutbox:
     def __init__(self) -> None:
         self._returned: list[str] = []
         self._refused: list[core_messages.RefusedHandOff] = []
+        self._pulled: list[core_messages.PulledPart] = []
         self._last_submit_numbers: dict[int, int] = {}
         self._last_load: core_messages.SchedulerLoad | None = None
 
     @property
     def has_news(self) -> bool:
         """True while something waits that an idle engine has to report too."""
-        return bool(self._returned or self._refused)
+        return bool(self._returned or self._refused or self._pulled)
 
     def note_submit(self, extras: core_messages.RequestExtras) -> None:
         """Notes a submit that the next load includes."""
@@ -33,6 +34,10 @@ class ReportOutbox:
     def note_refused(self, request_id: str, reason: str) -> None:
         """Notes an accepted hand-off that was given up."""
         self._refused.append(core_messages.RefusedHandOff(request_id=request_id, reason=reason))
+
+    def note_pulled(self, part: core_messages.PulledPart) -> None:
+        """Notes what came of a part pull."""
+        self._pulled.append(part)
 
     def send(
         self,
@@ -61,9 +66,10 @@ class ReportOutbox:
             refused=self._refused,
             last_submit_numbers=self._last_submit_numbers,
             prefixes=prefixes,
+            pulled_parts=self._pulled,
         )
         self._last_load = load
-        self._returned, self._refused, self._last_submit_numbers = [], [], {}
+        self._returned, self._refused, self._pulled, self._last_submit_numbers = [], [], [], {}
         output = EngineCoreOutput(
             request_id=core_messages.REPORT_ID, new_token_ids=[], kv_transfer_params=core_messages.encode_report(report)
         )

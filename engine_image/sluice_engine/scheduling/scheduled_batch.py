@@ -64,7 +64,8 @@ def describe_batch(output: SchedulerOutput, tracker: RequestTracker, started_s: 
         tracked = by_id[request_id]
         kind = tracked.kind
         num_computed_tokens = tracked.request.num_computed_tokens
-        if kind is RequestKind.DECODE or kind is RequestKind.JOINING:
+        # One that joins may compute a tail of several tokens.
+        if kind is RequestKind.DECODE or (kind is RequestKind.JOINING and num_tokens == 1):
             num_decodes += 1
             context_tokens += num_computed_tokens
             if kind is RequestKind.JOINING:

@@ -21,15 +21,18 @@ from sluice_core.kv import blocks_for_tokens
 from sluice_core.records import MoveCause
 from sluice_core.scheduling.batching import RequestKind
 from sluice_engine import core_messages, vllm_check
+from sluice_engine.kv_transfer.grant_table import GrantTable
+from sluice_engine.kv_transfer.kv_offers import KvOffers
 from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
+from sluice_engine.kv_transfer.part_pulls import PartPulls
 from sluice_engine.kv_transfer.resume import GrammarReplayError, replay_grammar, restore_output
 from sluice_engine.processes import die_with_parent
-from sluice_engine.scheduling.grant_table import GrantTable
 from sluice_engine.scheduling.grants import EngineRoom, GrantAllocator, answer_grant
 from sluice_engine.scheduling.incoming_pulls import IncomingPulls
 from sluice_engine.scheduling.iteration_recorder import open_recorder
 from sluice_engine.scheduling.iteration_timer import IterationTimer
 from sluice_engine.scheduling.kv_usage import KvUsage
+from sluice_engine.scheduling.late_scheduling import ExpectedArrivals
 from sluice_engine.scheduling.load_report import measure_load
 from sluice_engine.scheduling.move_proposals import MoveProposer
 from sluice_engine.scheduling.phase_tracker import PhaseTracker
@@ -71,7 +74,16 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         self._tracker = RequestTracker(self._moves.policy)
         self._grants = GrantTable(manager.block_pool)
         self._hand_offs = OutgoingHandOffs(self.connector, self.max_model_len)
+        self._offers = KvOffers(self.connector, manager, self.block_size)
         self._pulls = IncomingPulls(self.connector, self._tracker)
+        self._part_pulls = PartPulls(
+            self.connector,
+            manager,
+            self._grants,
+            block_size_tokens=self.block_size,
+            hash_algorithm=self.vllm_config.cache_config.prefix_caching_hash_algo,
+        )
+        self._arrivals = ExpectedArrivals()
         self._kv_usage = KvUsage(manager, self._grants, self._hand_offs)
         self._allocator = GrantAllocator(manager, self._grants, self._kv_usage)
         self._prefill_room = PrefillRoom(
@@ -95,6 +107,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
     def carry_out(self, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Carries out a batch of commands (``core_messages``)."""
         self._grants.expire(time.monotonic())
+        self._offers.expire(time.monotonic())
         return core_messages.encode_answers(
             [self._carry_out(command) for command in core_messages.decode_commands(commands)]
         )
@@ -107,8 +120,17 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
                 return self._grant(command)
             case core_messages.ReleaseGrantCommand():
                 self._grants.release_open(command.key)
+                self._arrivals.forget(command.key)
+            case core_messages.OfferCommand():
+                return self._offers.offer(command, self.requests.get(command.request_id), time.monotonic())
+            case core_messages.ReleaseOfferCommand():
+                self._offers.release(command.key)
+            case core_messages.PullPartCommand():
+                self._pull_part(command)
             case core_messages.HandOffCommand():
-                return self._hand_offs.request(command.request_id, self.requests.get(command.request_id))
+                return self._hand_offs.request(
+                    command.request_id, self.requests.get(command.request_id), command.num_output_tokens
+                )
             case core_messages.ReleaseCommand():
                 self._release(command.request_id)
             case core_messages.ReadLoadCommand():
@@ -147,6 +169,20 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         num_blocks = blocks_for_tokens(command.num_tokens, self.block_size)
         return answer_grant(command, num_blocks, room, self._grants, time.monotonic())
 
+    def _pull_part(self, command: core_messages.PullPartCommand) -> None:
+        answer = self._part_pulls.pull(command, time.monotonic())
+        if answer is not None:
+            self._note_pulled(answer)
+
+    def _note_pulled(self, answer: core_messages.PulledPart) -> None:
+        self._outbox.note_pulled(answer)
+        if not answer.reason:
+            self._arrivals.expect(answer.key, time.monotonic())
+
+    def find_wait_s(self) -> float:
+        """Finds for how long the next iteration is to be made up later, because a request is about to arrive."""
+        return self._timer.find_wait_s() if self._arrivals.has_any(time.monotonic()) else 0.0
+
     def _release(self, request_id: str) -> None:
         if self._hand_offs.is_pinned(request_id):
             self._hand_offs.release(request_id)
@@ -171,6 +207,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         tracked = track_request(request, now_s)
         restore_output(request, tracked.extras.output_token_ids)
         self._grants.claim(tracked.extras.grant_key, request.request_id)
+        self._arrivals.forget(tracked.extras.grant_key)
         tracked.kind = self._pulls.classify(tracked, now_s)
         self._tracker.add(tracked)
         self._outbox.note_submit(tracked.extras)
@@ -225,6 +262,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         started_s = time.perf_counter()
         now_s = time.monotonic()
         self._grants.expire(now_s)
+        self._offers.expire(now_s)
         self._cancel_late_pulls(now_s)
         num_under_way, under_way_s = (
             self._timer.estimate_rest_s(self._moves.latency) if self._moves.policy.uses_latency else (0, 0.0)
@@ -272,6 +310,9 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         if batch.prefill_tokens:
             self._prefill_room.note_prefill(now_s)
         self._phases.note_batch(now_s, batch)
+        for tracked in batch.computing:
+            if tracked.kind is RequestKind.JOINING and not tracked.is_moved_in:
+                self._pulls.finish(tracked, has_failed=False)  # there was nothing to wait for
         settle_batch(batch, self._tracker)
         if batch.new_decodes and self._moves.policy.hands_off_prefills(self._moves.role):
             self._hand_off_prefills(batch)
@@ -296,7 +337,10 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             batch, iteration = measured
             self._selection.observe(iteration)
             if self._moves.policy.uses_latency:
-                self._moves.latency.observe(batch.make_shape(), iteration.duration_s)
+                shape = batch.make_shape()
+                if self._moves.policy.records_iterations:
+                    self._moves.policy.record_iteration(shape, iteration.duration_s)
+                self._moves.latency.observe(shape, iteration.duration_s)
             if self._recorder is not None:
                 self._recorder.note_end(iteration.duration_s)
             proposals = self._propose_moves(scheduler_output, batch)
@@ -376,12 +420,19 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         super()._free_blocks(request)
 
     def _update_from_kv_xfer_finished(self, kv_connector_output: KVConnectorOutput) -> None:
-        kv_connector_output.finished_sending = self._hand_offs.drop_released(kv_connector_output.finished_sending)
+        sent = self._offers.take_ended(kv_connector_output.finished_sending)
+        kv_connector_output.finished_sending = self._hand_offs.drop_released(sent)
+        kv_connector_output.finished_recving, answers = self._part_pulls.take_ended(
+            kv_connector_output.finished_recving, kv_connector_output.failed_recving, time.monotonic()
+        )
+        for answer in answers:
+            self._note_pulled(answer)
         super()._update_from_kv_xfer_finished(kv_connector_output)
 
     def has_finished_requests(self) -> bool:
-        """Also True while something waits to be reported, so that an iteration carries it up."""
-        return self._outbox.has_news or super().has_finished_requests()
+        """Also True while something waits to be reported, or parts are read, so that an iteration hears of it."""
+        has_news = self._outbox.has_news or self._part_pulls.is_reading
+        return has_news or super().has_finished_requests()
 
 
 class SluiceScheduler(SluiceMixin, Scheduler):  # type: ignore[misc]

@@ -11,7 +11,7 @@ from sluice_engine.server import wire_conversion
 if TYPE_CHECKING:
     from sluice_engine.core_client import CoreClient
     from sluice_engine.server.plan_in_force import PlanInForce
-    from sluice_engine.server.router_session import RouterSession
+    from sluice_engine.server.router_session import KvSource, RouterSession
     from sluice_engine.server.session_table import SessionTable
 
 
@@ -22,12 +22,14 @@ class CoreCommands:
         client: The EngineCore.
         sessions: The engine's routers and requests.
         plan: The engine's part of the plan.
+        kv_source: This engine's KV.
     """
 
-    def __init__(self, client: CoreClient, sessions: SessionTable, plan: PlanInForce) -> None:
+    def __init__(self, client: CoreClient, sessions: SessionTable, plan: PlanInForce, kv_source: KvSource) -> None:
         self._client = client
         self._sessions = sessions
         self._plan = plan
+        self._kv_source = kv_source
 
     async def call(self, commands: list[core_messages.Command]) -> list[core_messages.Answer]:
         """Has commands carried out between two iterations.
@@ -45,6 +47,13 @@ class CoreCommands:
         commands: list[core_messages.Command] = []
         for grant in message.grant_requests:
             commands += self._make_grant(session, grant)
+        for asked in message.kv_offer_requests:
+            commands += self._make_offer(session, asked)
+        commands += [self._make_part_pull(session, part) for part in message.part_pulls]
+        commands += [
+            core_messages.ReleaseOfferCommand(key=session.make_grant_key(number))
+            for number in message.released_offer_ids
+        ]
         for hand_off in message.hand_offs:
             commands += self._make_hand_off(session, hand_off)
         released = [session.handed_off.pop(slot, "") for slot in message.released_slots]
@@ -65,12 +74,31 @@ class CoreCommands:
         key = session.make_grant_key(grant.grant_id)
         return [core_messages.GrantCommand(key=key, num_tokens=grant.num_tokens, cause=cause)]
 
+    def _make_offer(self, session: RouterSession, asked: wire.KvOfferRequest) -> list[core_messages.Command]:
+        request = session.by_slot.get(asked.slot)
+        if request is None or request.fence != asked.fence:
+            reason = "unknown" if request is None else "fence"
+            session.send(wire.AttachResponse(kv_offers=[wire.KvOffer(offer_id=asked.offer_id, reason=reason)]))
+            return []
+        key = session.make_grant_key(asked.offer_id)
+        return [core_messages.OfferCommand(key=key, request_id=request.core_id, first_token=asked.first_token)]
+
+    def _make_part_pull(self, session: RouterSession, part: wire.PartPull) -> core_messages.PullPartCommand:
+        is_readable = part.kv.fingerprint == self._kv_source.fingerprint
+        return core_messages.PullPartCommand(
+            key=session.make_grant_key(part.grant_id),
+            token_ids=list(part.token_ids),
+            transfer_params=part.kv.transfer_params_json if is_readable else "",
+            cache_salt=part.cache_salt,
+        )
+
     def _make_hand_off(self, session: RouterSession, hand_off: wire.HandOff) -> list[core_messages.Command]:
         request = session.by_slot.get(hand_off.slot)
         if request is None or request.fence != hand_off.fence:
             session.add_hand_off_refused(hand_off.slot, "unknown" if request is None else "fence")
             return []
-        return [core_messages.HandOffCommand(request_id=request.core_id)]
+        command = core_messages.HandOffCommand(request_id=request.core_id, num_output_tokens=hand_off.num_output_tokens)
+        return [command]
 
     def _make_configure(self, session: RouterSession, message: wire.Configure) -> list[core_messages.Command]:
         """Takes a plan part if it is newer than the newest; the others are answered with what is in force."""
@@ -98,11 +126,16 @@ class CoreCommands:
             configure: The plan part among them, if there is one.
         """
         number = session.number
+        unheard: list[core_messages.Command] = []
         for answer in await self.call(commands):
             if isinstance(answer, core_messages.ConfigureAnswer):
                 self._answer_configure(session, configure, answer)
             elif session.number == number:  # otherwise the router has another stream by now, and its grants lapse
                 self._answer(session, answer)
+            elif isinstance(answer, core_messages.OfferAnswer):
+                unheard.append(core_messages.ReleaseOfferCommand(key=answer.key))
+        if unheard:
+            await self.call(unheard)
 
     def _answer(self, session: RouterSession, answer: core_messages.Answer) -> None:
         if isinstance(answer, core_messages.GrantAnswer):
@@ -113,6 +146,11 @@ class CoreCommands:
                 ttl_s=answer.ttl_s,
             )
             session.send(wire.AttachResponse(grants=[grant]))
+        elif isinstance(answer, core_messages.OfferAnswer):
+            offer = wire.KvOffer(offer_id=session.read_grant_key(answer.key), reason=answer.reason)
+            if not answer.reason:
+                self._kv_source.fill(offer.kv, answer.num_tokens, answer.transfer_params)
+            session.send(wire.AttachResponse(kv_offers=[offer]))
         elif isinstance(answer, core_messages.HandOffAnswer) and not answer.is_accepted:
             request = self._sessions.requests.get(answer.request_id)
             if request is not None and request.slot is not None:

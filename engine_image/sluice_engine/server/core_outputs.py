@@ -72,8 +72,17 @@ def take_report(report: core_messages.SchedulerReport, sessions: SessionTable) -
         request = sessions.requests.get(refused.request_id)
         if request is not None and request.slot is not None:
             request.session.add_hand_off_refused(request.slot, refused.reason)
+    _take_pulled_parts(report.pulled_parts, sessions)
     if report.prefixes is not None:
         sessions.report_prefixes(report.prefixes)
     for number, submit_number in report.last_submit_numbers.items():
         if session := sessions.get_by_stream(number):
             session.report_submits(submit_number)
+
+
+def _take_pulled_parts(parts: list[core_messages.PulledPart], sessions: SessionTable) -> None:
+    for part in parts:
+        # Keys begin with the number of the stream that chose them; one that is over waits for no answer.
+        session = sessions.get_by_stream(int(part.key.partition(".")[0]))
+        if session is not None:
+            session.add_part_pulled(part)

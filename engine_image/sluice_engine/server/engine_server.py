@@ -85,7 +85,7 @@ class EngineServer:
         self._plan = PlanInForce(hello.max_batch_tokens)
         self._reports = LoadReporter(self._sessions, self.counters, clock, transport)
         self._submits = SubmitHandler(self._sessions, builder, hello.fingerprint, self.counters)
-        self._commands = CoreCommands(client, self._sessions, self._plan)
+        self._commands = CoreCommands(client, self._sessions, self._plan, kv_source)
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_poll_s = clock()
         self._is_polling = False

@@ -75,6 +75,11 @@ class KvSource:
     epoch: int
     fingerprint: str
 
+    def fill(self, handle: wire.KvHandle, num_tokens: int, transfer_params: str) -> None:
+        """Fills in a handle of KV that lies here."""
+        handle.engine_id, handle.epoch, handle.fingerprint = self.engine_id, self.epoch, self.fingerprint
+        handle.num_tokens, handle.transfer_params_json = num_tokens, transfer_params
+
 
 class RouterSession:
     """One router, as this engine sees it.
@@ -184,7 +189,7 @@ class RouterSession:
     # --- grants ----------------------------------------------------------------------------------------------------
 
     def make_grant_key(self, grant_id: int) -> str:
-        """Key of a grant in the EngineCore: grant ids are unique on a stream only."""
+        """Key of a grant or an offer in the EngineCore: their ids are unique on a stream only."""
         return f"{self.number}.{grant_id}"
 
     def read_grant_key(self, key: str) -> int:
@@ -264,11 +269,7 @@ class RouterSession:
         finished.slot = request.slot
         if handed_off is not None:
             self.handed_off[request.slot] = request.core_id
-            finished.kv.engine_id = self._kv_source.engine_id
-            finished.kv.epoch = self._kv_source.epoch
-            finished.kv.fingerprint = self._kv_source.fingerprint
-            finished.kv.num_tokens = handed_off.num_tokens
-            finished.kv.transfer_params_json = handed_off.transfer_params
+            self._kv_source.fill(finished.kv, handed_off.num_tokens, handed_off.transfer_params)
         self._pending.finished.append(finished)
         self.drop(request)
 
@@ -288,6 +289,12 @@ class RouterSession:
     def add_hand_off_refused(self, slot: int, reason: str) -> None:
         """Refuses a hand-off."""
         self._pending.refused.append(wire.HandOffRefused(slot=slot, reason=reason))
+
+    def add_part_pulled(self, part: core_messages.PulledPart) -> None:
+        """Says what came of a part pull."""
+        self._pending.parts_pulled.append(
+            wire.PartPulled(grant_id=self.read_grant_key(part.key), num_tokens=part.num_tokens, reason=part.reason)
+        )
 
     def has_news(self) -> bool:
         """The message under way has something to say."""

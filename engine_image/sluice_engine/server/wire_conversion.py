@@ -171,4 +171,5 @@ def request_extras(
         first_token_s=now_s - submit.since_first_token_s if submit.HasField("since_first_token_s") else None,
         output_tokens_since_reset=submit.output_tokens_since_reset,
         is_recovery=submit.is_recovery,
+        split_output_tokens=submit.split_output_tokens,
     )

@@ -57,6 +57,8 @@ def make_hello(settings: EngineSettings, config: VllmConfig, epoch: int) -> wire
         kv_bytes_per_token=count_kv_bytes_per_token(settings, config),
         version=f"vllm {vllm.__version__}",
         prefix_root=make_prefix_root(config),
+        # Parts arrive in the prefix cache.
+        pulls_parts=config.cache_config.enable_prefix_caching,
     )
 
 

@@ -38,7 +38,7 @@ MAX_LIMIT = 2**31 - 1
 
 EarlyRejectionName = Literal["Disabled", "Off", "Random", "Reject"]
 AutotuneMode = Literal["Disabled", "Off", "Recommend", "Apply"]
-StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated", "FlowPrefill", "EcoServe", "Sluice"]
+StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated", "DynaServe", "FlowPrefill", "EcoServe", "Sluice"]
 
 
 class ChunkSizes(ManifestModel):
@@ -112,6 +112,13 @@ class ParametersSpec(ManifestModel):
     """EcoServe: engines of the macro instance that is split off when one grows beyond macroInstanceMost (N_l)."""
     macro_instance_most: Annotated[int, Field(strict=True, ge=1, le=1024)] = 16
     """EcoServe: most engines of a macro instance (N_u). Less than twice macroInstanceLeast less 1 counts as that."""
+    split_search_steps: Annotated[int, Field(strict=True, ge=1, le=16)] = 6
+    """DynaServe: most steps of the search for where a request is split (K)."""
+    split_margin_tokens: Annotated[int, Field(strict=True, ge=0, le=65_536)] = 20
+    """DynaServe: tokens that an answer is taken to be longer than predicted."""
+    tbt_target_milliseconds: Annotated[int, Field(strict=True, ge=0, le=60_000)] = 0
+    """DynaServe: how long an iteration with decodes may take, at the 99th percentile.
+    0: the least objective for the time per output token among them."""
 
 
 class KeyRef(ManifestModel):
@@ -599,6 +606,8 @@ class SpecFields(ManifestModel):
     Aggregated gives every engine chunkSizes.prefillHeavy and decodes in place.
     Sluice gives every engine engine.maxBatchTokens and sizes each iteration by what decodes can spare.
     EcoServe gives every engine engine.maxBatchTokens for iterations of prefills, in which decodes wait.
+    DynaServe gives every engine engine.maxBatchTokens, sizes each iteration by its target for the time between tokens,
+    and splits an answer between two engines where that balances them.
     Disaggregated gives P-heavy engines engine.maxBatchTokens and D-heavy engines no prefills;
     docs/internals/strategies.md says how it follows DistServe. FlowPrefill uses them as given;
     the prompt whose TTFT objective ends first preempts others where an iteration ends, so smaller chunk sizes

@@ -39,6 +39,8 @@ class _MoveCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MoveCause.V
     """The engine drains."""
     MOVE_CAUSE_MANUAL: _MoveCause.ValueType  # 5
     """Requested by a person or a test (Control.Move)."""
+    MOVE_CAUSE_SPLIT: _MoveCause.ValueType  # 6
+    """Its part on this engine ends, as planned when it was placed (DynaServe, section 3.1)."""
 
 class MoveCause(_MoveCause, metaclass=_MoveCauseEnumTypeWrapper):
     """Why a request should leave an engine."""
@@ -55,6 +57,8 @@ MOVE_CAUSE_DRAIN: MoveCause.ValueType  # 4
 """The engine drains."""
 MOVE_CAUSE_MANUAL: MoveCause.ValueType  # 5
 """Requested by a person or a test (Control.Move)."""
+MOVE_CAUSE_SPLIT: MoveCause.ValueType  # 6
+"""Its part on this engine ends, as planned when it was placed (DynaServe, section 3.1)."""
 Global___MoveCause: _TypeAlias = MoveCause  # noqa: Y015
 
 @_typing.final
@@ -73,6 +77,9 @@ class AttachRequest(_message.Message):
     CONFIGURE_FIELD_NUMBER: _builtins.int
     RESUMES_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    KV_OFFER_REQUESTS_FIELD_NUMBER: _builtins.int
+    PART_PULLS_FIELD_NUMBER: _builtins.int
+    RELEASED_OFFER_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """Identity of the router; first message only."""
@@ -113,6 +120,18 @@ class AttachRequest(_message.Message):
     def usage(self) -> Global___RouterUsage:
         """What owners of API keys have used on this router since its last report on this stream; for the other routers."""
 
+    @_builtins.property
+    def kv_offer_requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvOfferRequest]:
+        """Requests whose computed KV blocks are to be offered to another engine while they run on."""
+
+    @_builtins.property
+    def part_pulls(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartPull]:
+        """Parts of KV to pull into the room of a grant."""
+
+    @_builtins.property
+    def released_offer_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Offers that nobody reads any more: their reader has answered, or never heard of them."""
+
     def __init__(
         self,
         *,
@@ -126,10 +145,13 @@ class AttachRequest(_message.Message):
         configure: Global___Configure | None = ...,
         resumes: _abc.Iterable[Global___Resume] | None = ...,
         usage: Global___RouterUsage | None = ...,
+        kv_offer_requests: _abc.Iterable[Global___KvOfferRequest] | None = ...,
+        part_pulls: _abc.Iterable[Global___PartPull] | None = ...,
+        released_offer_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "hello", b"hello", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "configure", b"configure", "grant_requests", b"grant_requests", "hand_offs", b"hand_offs", "hello", b"hello", "released_grant_ids", b"released_grant_ids", "released_slots", b"released_slots", "resumes", b"resumes", "submits", b"submits", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "configure", b"configure", "grant_requests", b"grant_requests", "hand_offs", b"hand_offs", "hello", b"hello", "kv_offer_requests", b"kv_offer_requests", "part_pulls", b"part_pulls", "released_grant_ids", b"released_grant_ids", "released_offer_ids", b"released_offer_ids", "released_slots", b"released_slots", "resumes", b"resumes", "submits", b"submits", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -280,6 +302,7 @@ class Submit(_message.Message):
     OUTPUT_TOKENS_SINCE_RESET_FIELD_NUMBER: _builtins.int
     IS_RECOVERY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    SPLIT_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Number of the request on this stream, chosen by the router. It is free again after the slot's Finished, and for a
     hand-off after its release.
@@ -308,6 +331,10 @@ class Submit(_message.Message):
     """True: it goes ahead of other prefills, because its client's stream has started (recovery)."""
     cache_salt: _builtins.str
     """Prompts share cached KV only with prompts of the same salt; empty: with all that have none."""
+    split_output_tokens: _builtins.int
+    """Output tokens of the whole request at which this engine's part of it is planned to end; 0: it is not. The engine
+    proposes the move when that is near (MOVE_CAUSE_SPLIT).
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, without generated tokens."""
@@ -344,10 +371,11 @@ class Submit(_message.Message):
         output_tokens_since_reset: _builtins.int = ...,
         is_recovery: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
+        split_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "kv", b"kv", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "age_s", b"age_s", "cache_salt", b"cache_salt", "fence", b"fence", "grant_id", b"grant_id", "is_recovery", b"is_recovery", "kv", b"kv", "output_token_ids", b"output_token_ids", "output_tokens_since_reset", b"output_tokens_since_reset", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s", "slot", b"slot", "submit_number", b"submit_number", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "age_s", b"age_s", "cache_salt", b"cache_salt", "fence", b"fence", "grant_id", b"grant_id", "is_recovery", b"is_recovery", "kv", b"kv", "output_token_ids", b"output_token_ids", "output_tokens_since_reset", b"output_tokens_since_reset", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s", "slot", b"slot", "split_output_tokens", b"split_output_tokens", "submit_number", b"submit_number", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__since_first_token_s: _TypeAlias = _typing.Literal["since_first_token_s"]  # noqa: Y015
     _WhichOneofArgType__since_first_token_s: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s"]  # noqa: Y015
@@ -488,26 +516,108 @@ class GrantRequest(_message.Message):
 Global___GrantRequest: _TypeAlias = GrantRequest  # noqa: Y015
 
 @_typing.final
+class KvOfferRequest(_message.Message):
+    """Asks for the full KV blocks that a request has computed. It runs on: full blocks never change. The engine pins them
+    until the offer is released or its lease ends, even if the request ends before. The answer is KvOffer.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFER_ID_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    FENCE_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    offer_id: _builtins.int
+    """Chosen by the router, unique on the stream."""
+    slot: _builtins.int
+    """Slot on this stream."""
+    fence: _builtins.int
+    """Must equal the fence of the Submit."""
+    first_token: _builtins.int
+    """Tokens that the reader has; the offer begins with the next one. Full blocks."""
+    def __init__(
+        self,
+        *,
+        offer_id: _builtins.int = ...,
+        slot: _builtins.int = ...,
+        fence: _builtins.int = ...,
+        first_token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "first_token", b"first_token", "offer_id", b"offer_id", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvOfferRequest: _TypeAlias = KvOfferRequest  # noqa: Y015
+
+@_typing.final
+class PartPull(_message.Message):
+    """Pulls a part of a request's KV into blocks that a grant has reserved. The blocks enter the prefix cache, where the
+    request's Submit finds them, and the grant lives on while parts come. The answer is PartPulled.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRANT_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    grant_id: _builtins.int
+    """The grant, open."""
+    cache_salt: _builtins.str
+    """See Submit."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that follow those of the grant's part pulls before, up to the end of this part."""
+
+    @_builtins.property
+    def kv(self) -> Global___KvHandle:
+        """Where the part lies; see KvOffer."""
+
+    def __init__(
+        self,
+        *,
+        grant_id: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        kv: Global___KvHandle | None = ...,
+        cache_salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "grant_id", b"grant_id", "kv", b"kv", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartPull: _TypeAlias = PartPull  # noqa: Y015
+
+@_typing.final
 class HandOff(_message.Message):
-    """Ends the source's part at the next iteration boundary; the engine keeps the KV for the next one."""
+    """Ends the source's part at the next iteration boundary, or where it was planned to end; the engine keeps the KV for the
+    next one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SLOT_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Slot on this stream."""
     fence: _builtins.int
     """Must equal the fence of the Submit."""
+    num_output_tokens: _builtins.int
+    """Output tokens of the whole request with which the part ends; 0, or fewer than there are: as soon as it can."""
     def __init__(
         self,
         *,
         slot: _builtins.int = ...,
         fence: _builtins.int = ...,
+        num_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "num_output_tokens", b"num_output_tokens", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -609,6 +719,8 @@ class AttachResponse(_message.Message):
     FAULT_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     PREFIXES_FIELD_NUMBER: _builtins.int
+    KV_OFFERS_FIELD_NUMBER: _builtins.int
+    PARTS_PULLED_FIELD_NUMBER: _builtins.int
     fault: _builtins.str
     """Fault text when the engine is about to end the stream."""
     @_builtins.property
@@ -663,6 +775,14 @@ class AttachResponse(_message.Message):
     def prefixes(self) -> Global___PrefixChanges:
         """What changed in the prefix cache since the last message that said so."""
 
+    @_builtins.property
+    def kv_offers(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvOffer]:
+        """Answers to requests for offers."""
+
+    @_builtins.property
+    def parts_pulled(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartPulled]:
+        """Answers to part pulls."""
+
     def __init__(
         self,
         *,
@@ -680,10 +800,12 @@ class AttachResponse(_message.Message):
         fault: _builtins.str = ...,
         usage: _abc.Iterable[Global___RouterUsage] | None = ...,
         prefixes: Global___PrefixChanges | None = ...,
+        kv_offers: _abc.Iterable[Global___KvOffer] | None = ...,
+        parts_pulled: _abc.Iterable[Global___PartPulled] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["configured", b"configured", "hello", b"hello", "load", b"load", "prefixes", b"prefixes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["configured", b"configured", "fault", b"fault", "finished", b"finished", "grants", b"grants", "hand_offs_refused", b"hand_offs_refused", "hello", b"hello", "load", b"load", "logprobs", b"logprobs", "output_indexes", b"output_indexes", "prefixes", b"prefixes", "proposals", b"proposals", "slots", b"slots", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configured", b"configured", "fault", b"fault", "finished", b"finished", "grants", b"grants", "hand_offs_refused", b"hand_offs_refused", "hello", b"hello", "kv_offers", b"kv_offers", "load", b"load", "logprobs", b"logprobs", "output_indexes", b"output_indexes", "parts_pulled", b"parts_pulled", "prefixes", b"prefixes", "proposals", b"proposals", "slots", b"slots", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -747,6 +869,7 @@ class EngineHello(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     PREFIX_ROOT_FIELD_NUMBER: _builtins.int
+    PULLS_PARTS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Pod uid, or the launcher's name."""
     epoch: _builtins.int
@@ -773,6 +896,8 @@ class EngineHello(_message.Message):
     """Where the hashes of prefixes begin: in the place of a hash before that of a prompt's first block. Empty: the engine
     reports no prefixes.
     """
+    pulls_parts: _builtins.bool
+    """True: it offers KV of running requests, and pulls it in parts."""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequest]:
         """Requests held from an earlier stream of this router, until it resumes or aborts them or their lease ends."""
@@ -792,10 +917,11 @@ class EngineHello(_message.Message):
         version: _builtins.str = ...,
         model: _builtins.str = ...,
         prefix_root: _builtins.bytes = ...,
+        pulls_parts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "held", b"held", "kv_bytes_per_token", b"kv_bytes_per_token", "max_batch_tokens", b"max_batch_tokens", "max_model_len_tokens", b"max_model_len_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "prefix_root", b"prefix_root", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "held", b"held", "kv_bytes_per_token", b"kv_bytes_per_token", "max_batch_tokens", b"max_batch_tokens", "max_model_len_tokens", b"max_model_len_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "prefix_root", b"prefix_root", "pulls_parts", b"pulls_parts", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -990,6 +1116,68 @@ class Grant(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Grant: _TypeAlias = Grant  # noqa: Y015
+
+@_typing.final
+class KvOffer(_message.Message):
+    """Answer to a KvOfferRequest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFER_ID_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    offer_id: _builtins.int
+    """Its id."""
+    reason: _builtins.str
+    """Why not: unknown, fence, preempted, waiting, none (no full block beyond first_token)."""
+    @_builtins.property
+    def kv(self) -> Global___KvHandle:
+        """The blocks from first_token on; num_tokens is where they end. Absent: nothing is offered."""
+
+    def __init__(
+        self,
+        *,
+        offer_id: _builtins.int = ...,
+        kv: Global___KvHandle | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "offer_id", b"offer_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvOffer: _TypeAlias = KvOffer  # noqa: Y015
+
+@_typing.final
+class PartPulled(_message.Message):
+    """Answer to a PartPull, once the part has come or has failed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRANT_ID_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    grant_id: _builtins.int
+    """The grant."""
+    num_tokens: _builtins.int
+    """Tokens from the request's first one on whose KV is here now."""
+    reason: _builtins.str
+    """Why the part did not come: lapsed, handle, gap, failed; empty: it did."""
+    def __init__(
+        self,
+        *,
+        grant_id: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grant_id", b"grant_id", "num_tokens", b"num_tokens", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartPulled: _TypeAlias = PartPulled  # noqa: Y015
 
 @_typing.final
 class HandOffRefused(_message.Message):

@@ -273,6 +273,7 @@ def _describe(pool: EnginePool, request: LiveRequest, turn: int = 0) -> PrefillR
         excluded=_find_avoided(pool.table, request) if request.excluded or request.died_on else frozenset(),
         next_token_due_s=request.next_token_due_s,
         turn=turn,
+        max_output_tokens=request.new.sampling.max_tokens,
         cached_tokens=prefixes.find_cached(pool, request) if pool.prefixes else {},
     )
 
@@ -289,6 +290,7 @@ def _place(state: RouterState, request: LiveRequest, decision: Place, now: float
     del state.requests.waiting[request.request_id]
     request.excluded = frozenset()
     request.prompt_hashes.clear()
+    request.route = decision.route
     dispatch.submit(state, request, engine, now)
     state.engines.table.mark_submitted(engine.engine_id, request.request_id, engine.num_submits)
     if request.new.owner and request.first_token_s is None:
@@ -307,3 +309,8 @@ def _place(state: RouterState, request: LiveRequest, decision: Place, now: float
         len(request.output_token_ids),
         request.first_token_s is not None,
     )
+    if request.route:
+        first, second = request.route
+        state.decision_log.record(
+            now, request.request_id, "split", first.engine_id, second.engine_id, request.split_output_tokens
+        )

@@ -43,6 +43,8 @@ def finish(
     num_output = len(request.output_token_ids) if output_tokens is None else output_tokens
     usage, outcome = _measure(request, num_output, now)
     _remove(state, request, num_output, now)
+    if state.active.policy is not None:
+        state.active.policy.note_finished(request.request_id, num_output)
     if request.last_engine is not None:
         request.last_engine.num_ended += 1
         request.last_engine.num_met_both += outcome.met_both
@@ -111,6 +113,8 @@ def _count(metrics: RouterMetrics, new: NewRequest, result: str) -> None:
 def _remove(state: RouterState, request: LiveRequest, num_output: int, now: float) -> None:
     """Takes a request out of every table, and off its engine; what it has used is its owner's."""
     _settle(state, request, num_output, now)
+    if state.active.policy is not None:
+        state.active.policy.note_finished(request.request_id, 0)
     del state.requests.live[request.request_id]
     state.requests.waiting.pop(request.request_id, None)
     state.requests.awaiting_resume.pop(request.request_id, None)

@@ -84,6 +84,7 @@ def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now:
         last_heard_s=now,
         progress_s=now,
         prefix_scheme=wire_conversion.prefix_scheme_from(hello),
+        pulls_parts=hello.pulls_parts,
     )
     state.engines.connected[engine_id] = engine
     endpoint = find_endpoint(state.engines, address)

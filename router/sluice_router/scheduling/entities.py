@@ -15,12 +15,12 @@ from sluice.v1 import control_pb2, engine_pb2
 from sluice_router.observability.metrics import EngineTraffic
 
 if TYPE_CHECKING:
-    from sluice_core.records import EngineId, MoveCause, RequestId, Role, Slo
+    from sluice_core.records import EngineId, Leg, MoveCause, RequestId, Role, Slo
     from sluice_core.scheduling.engine_table import EngineConfig
     from sluice_router.limits.limiter import Reservation
     from sluice_router.observability.metrics import Histogram
-    from sluice_router.scheduling.prompt_hashes import PrefixScheme, PromptHashes
     from sluice_router.scheduling.requests import NewRequest, ResponseStream
+    from sluice_router.text.prompt_hashes import PrefixScheme, PromptHashes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,6 +60,7 @@ class LiveRequest:
         reset_at_tokens: Output length at the last move that reset Algorithm 1's length.
         moved_at_tokens: Output length at the last move.
         prompt_hashes: Hashes of its prompt, by the scheme of the engines, while it waits.
+        route: Its parts, while the first one runs; empty: it is not split, or the next part runs.
     """
 
     request_id: RequestId
@@ -91,11 +92,17 @@ class LiveRequest:
     reset_at_tokens: int = 0
     moved_at_tokens: int = 0
     prompt_hashes: dict[PrefixScheme, PromptHashes] = field(default_factory=dict)
+    route: tuple[Leg, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""
         return len(self.new.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def split_output_tokens(self) -> int:
+        """Output tokens with which the part that runs is planned to end; 0: it is not."""
+        return self.route[0].end_token - len(self.new.prompt_token_ids) + 1 if self.route else 0
 
     @property
     def next_token_due_s(self) -> float:
@@ -168,8 +175,9 @@ class MigrationPhase(IntEnum):
     """Phases of a migration."""
 
     GRANT_ASKED = 1
-    HANDING_OFF = 2
-    SUBMITTED = 3
+    COPYING = 2
+    HANDING_OFF = 3
+    SUBMITTED = 4
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -184,6 +192,10 @@ class Migration:
         grant_id: Id of the grant on the target's stream.
         started_s: When the grant was asked for.
         phase: Where it stands.
+        offer_id: Id of the offer that was asked for and not passed on yet, on the source's stream; 0: none.
+        num_parts: Parts that the target was told to pull.
+        num_sent_tokens: Tokens of them that it knows.
+        num_copied_tokens: Tokens from the request's first one on whose KV it has.
         submitted_s: When the request was submitted to the target.
     """
 
@@ -194,6 +206,10 @@ class Migration:
     grant_id: int
     started_s: float
     phase: MigrationPhase = MigrationPhase.GRANT_ASKED
+    offer_id: int = 0
+    num_parts: int = 0
+    num_sent_tokens: int = 0
+    num_copied_tokens: int = 0
     submitted_s: float = 0.0
 
 
@@ -224,6 +240,10 @@ class ConnectedEngine:
         num_submits: Submits so far.
         num_grants: Grant requests so far.
         grants: Migrations to this engine whose grant is asked for or not used yet, by grant id.
+        pulls_parts: It offers KV of running requests, and pulls it in parts.
+        num_offers: Offers of KV asked for so far.
+        offers: Migrations from here whose offer is asked for, by offer id.
+        pulled_offers: Source and offer of the parts that are pulled here, by grant id.
         migrations_out: Migrations in flight from here.
         migrations_in: Migrations in flight to here.
         num_ended: Requests that finished or failed here.
@@ -257,6 +277,10 @@ class ConnectedEngine:
     num_submits: int = 0
     num_grants: int = 0
     grants: dict[int, Migration] = field(default_factory=dict)
+    pulls_parts: bool = False
+    num_offers: int = 0
+    offers: dict[int, Migration] = field(default_factory=dict)
+    pulled_offers: dict[int, tuple[ConnectedEngine, int]] = field(default_factory=dict)
     migrations_out: int = 0
     migrations_in: int = 0
     num_ended: int = 0

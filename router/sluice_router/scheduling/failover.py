@@ -186,7 +186,10 @@ def _recover(state: RouterState, submission: Submission, request: LiveRequest, r
     engine = submission.engine
     submission.request, request.submission = None, None
     # An engine that was asked to hand off, or that pulls KV which the source frees now, has no copy to be trusted.
-    is_whole = request.migration is None or request.migration.phase is MigrationPhase.GRANT_ASKED
+    is_whole = request.migration is None or request.migration.phase in {
+        MigrationPhase.GRANT_ASKED,
+        MigrationPhase.COPYING,
+    }
     if request.migration is not None:
         in_time = request.migration.phase is MigrationPhase.SUBMITTED
         migration.abandon(state, request.migration, "target_lost" if in_time else "source_lost", now)

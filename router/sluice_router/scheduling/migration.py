@@ -1,11 +1,12 @@
 """Migration of running requests between engines: one mechanism for every cause.
 
-    proposal ──► target ──► grant asked ──► granted ──► handing off ──► submitted ──► first token: source released
+    proposal ──► target ──► grant asked ──► copying ──► handing off ──► submitted ──► first token: source released
                    │            │              │              │             │
                    └── none     └── refused    └── source     └── refused   └── target lost, or no KV in time:
                        blocked      blocked        ended                        recompute elsewhere
 
-The request runs on its source until the hand-off. The source keeps the KV until the target has the first token.
+The request runs on its source until the hand-off, while ``kv_copies`` brings its full KV blocks to the target. The
+source keeps the KV until the target has the first token.
 
 A strategy's engines may end a prefill with a hand-off to nobody. Its KV is *kept* there until ``kept_prefills`` has got
 a grant for it.
@@ -19,7 +20,7 @@ from sluice_core.kv import blocks_for_tokens
 from sluice_core.records import EngineId, FlowParameters, MoveCause
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_router.errors import EngineProtocolError
-from sluice_router.scheduling import dispatch, wire_conversion
+from sluice_router.scheduling import dispatch, kv_copies, wire_conversion
 from sluice_router.scheduling.entities import KeptKv, Migration, MigrationPhase
 
 if TYPE_CHECKING:
@@ -138,10 +139,59 @@ def handle_grant(state: RouterState, engine: ConnectedEngine, grant: engine_pb2.
         state.decision_log.record(now, move.request.request_id, "granted", engine.engine_id, move.cause.value)
         _submit_kept(state, move, move.request.kept_kv, engine, now)
         return
-    source = move.source
-    move.phase = MigrationPhase.HANDING_OFF
-    state.outbox.message_to(source.engine).hand_offs.add(slot=source.slot, fence=move.request.fence)
     state.decision_log.record(now, move.request.request_id, "granted", engine.engine_id, move.cause.value)
+    if kv_copies.can_copy(move):
+        move.phase = MigrationPhase.COPYING
+        kv_copies.ask_for_offer(state.outbox, move)
+    else:
+        _hand_off(state, move)
+
+
+def _hand_off(state: RouterState, move: Migration) -> None:
+    """Tells the source to end its part."""
+    move.phase = MigrationPhase.HANDING_OFF
+    num_output_tokens = move.request.split_output_tokens if move.cause is MoveCause.SPLIT else 0
+    state.outbox.message_to(move.source.engine).hand_offs.add(
+        slot=move.source.slot, fence=move.request.fence, num_output_tokens=num_output_tokens
+    )
+
+
+def handle_offer(state: RouterState, engine: ConnectedEngine, offer: engine_pb2.KvOffer) -> None:
+    """Takes a source's answer to a request for its blocks: the target pulls them; without any, the source hands off."""
+    move = kv_copies.take_offer(state.outbox, engine, offer)
+    if move is None:
+        return
+    if offer.reason:
+        _hand_off(state, move)  # which the source refuses, if the request does not run there
+    else:
+        kv_copies.pull(state.outbox, move, offer)
+
+
+def handle_part_pulled(state: RouterState, engine: ConnectedEngine, part: engine_pb2.PartPulled, now: float) -> None:
+    """Takes a target's answer to a part pull: the next part follows, or the hand-off."""
+    kv_copies.take_answer(state.outbox, engine, part.grant_id)
+    move = engine.grants.get(part.grant_id)
+    if move is None or move.phase is not MigrationPhase.COPYING:
+        return
+    if part.reason:
+        abandon(state, move, f"part_{part.reason}", now)
+        return
+    has_progressed = part.num_tokens > move.num_copied_tokens
+    move.num_copied_tokens = part.num_tokens
+    if has_progressed and not kv_copies.is_close(move):
+        kv_copies.ask_for_offer(state.outbox, move)
+        return
+    state.decision_log.record(
+        now,
+        move.request.request_id,
+        "copied",
+        move.source.engine.engine_id,
+        engine.engine_id,
+        move.cause.value,
+        move.num_copied_tokens,
+        move.num_parts,
+    )
+    _hand_off(state, move)
 
 
 def handle_hand_off_refused(state: RouterState, submission: Submission, reason: str, now: float) -> None:
@@ -240,6 +290,8 @@ def complete(state: RouterState, move: Migration, now: float) -> None:
     state.decision_log.record(
         now, request.request_id, "moved", source_id, target.engine_id, move.cause.value, round(duration_s, 6)
     )
+    if move.num_parts:
+        state.metrics.count("kv_copies", "used")
     request.num_hand_offs += 1
     _close(state.outbox, move)
 
@@ -263,6 +315,9 @@ def abandon(state: RouterState, move: Migration, reason: str, now: float) -> Non
         source_id = move.source.engine.engine_id
         state.decision_log.record(now, move.request.request_id, "abandoned", source_id, move.cause.value, reason)
     state.metrics.count("moves", move.cause.value, reason)
+    if move.num_parts:
+        state.metrics.count("kv_copies", "abandoned")
+    kv_copies.give_up(move)
     _close(state.outbox, move)
 
 
@@ -270,7 +325,7 @@ def drop_target(state: RouterState, move: Migration, now: float) -> None:
     """Handles the loss of a target that did not own the request yet."""
     target = move.target
     assert target is not None
-    if move.phase is MigrationPhase.GRANT_ASKED:
+    if move.phase in {MigrationPhase.GRANT_ASKED, MigrationPhase.COPYING}:
         abandon(state, move, "target_lost", now)
         return
     # The source is handing off and answers for the request; it is recomputed elsewhere once the hand-off is complete.
@@ -280,10 +335,13 @@ def drop_target(state: RouterState, move: Migration, now: float) -> None:
 
 
 def expire_grants(state: RouterState, engine: ConnectedEngine, now: float) -> None:
-    """Gives up grant requests that the engine does not answer."""
+    """Gives up grant requests that the engine does not answer, and copies that take too long."""
+    limits = state.limits
     for move in list(engine.grants.values()):
-        if move.phase is MigrationPhase.GRANT_ASKED and now - move.started_s > state.limits.grant_timeout_s:
+        if move.phase is MigrationPhase.GRANT_ASKED and now - move.started_s > limits.grant_timeout_s:
             abandon(state, move, "grant_timeout", now)
+        elif move.phase is MigrationPhase.COPYING and now - move.started_s > limits.copy_timeout_s:
+            abandon(state, move, "copy_timeout", now)
 
 
 def start_manual(state: RouterState, request_id: str, engine_id: EngineId, now: float) -> str:
@@ -342,6 +400,7 @@ def _pick_target(
             num_blocks=blocks_for_tokens(request.num_tokens + 1, source.spec.block_size_tokens),
             tpot_slo_s=request.slo.tpot_s,
             excluded=frozenset(unfit | request.died_on),
+            planned_target=request.route[-1].engine_id if request.route else None,
         )
         target_id = state.active.policy.target(now, flow_request, state.engines.table)
     target = None if target_id is None else state.engines.connected.get(target_id)
@@ -377,7 +436,12 @@ def _ask_for_grant(
 ) -> None:
     target.num_grants += 1
     grant_id, num_tokens = target.num_grants, request.num_tokens + 1
+    if cause is MoveCause.SPLIT:
+        # What it will have where its part is planned to end.
+        num_tokens = max(num_tokens, len(request.new.prompt_token_ids) + request.split_output_tokens + 1)
     move = Migration(request=request, cause=cause, source=submission, target=target, grant_id=grant_id, started_s=now)
+    if request.kept_kv is None and kv_copies.can_copy(move):
+        num_tokens += kv_copies.GROWTH_BLOCKS * target.spec.block_size_tokens
     request.migration = target.grants[grant_id] = move
     submission.engine.migrations_out += 1
     target.migrations_in += 1
@@ -398,10 +462,11 @@ def _ask_for_grant(
 
 
 def _note_move(request: LiveRequest, cause: MoveCause) -> None:
-    """Backflow resets the length by which the longest decodes are chosen.
+    """Ends the part that was planned. Backflow resets the length by which the longest decodes are chosen.
 
     Source: TaiChi, section 3.3, Algorithm 1.
     """
+    request.route = ()
     request.moved_at_tokens = len(request.output_token_ids)
     if cause is MoveCause.BACKFLOW:
         request.reset_at_tokens = request.moved_at_tokens

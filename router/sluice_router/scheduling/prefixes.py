@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sluice_core.scheduling.prefix_index import PrefixIndex
 from sluice_router.errors import EngineProtocolError
-from sluice_router.scheduling.prompt_hashes import PromptHashes
+from sluice_router.text.prompt_hashes import PromptHashes
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from sluice_router.errors import RouterError
     from sluice_router.observability.request_traces import RequestTraces
     from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint, LiveRequest, Submission
-    from sluice_router.scheduling.prompt_hashes import PrefixScheme
     from sluice_router.scheduling.requests import Finish, ResponseStream
     from sluice_router.settings import Limits
+    from sluice_router.text.prompt_hashes import PrefixScheme
 
 
 @dataclass(slots=True, kw_only=True)
@@ -329,6 +329,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     # LiveRequest: what happened to it
     "migration": ("migration", ""),
     "kept_kv": ("migration", ""),
+    "route": ("admission migration", "a placement plans the parts, and a move ends the first one"),
     "num_hand_offs": ("migration", ""),
     "reset_at_tokens": ("migration", ""),
     "moved_at_tokens": ("migration", ""),
@@ -346,6 +347,10 @@ OWNERS: dict[str, tuple[str, str]] = {
     "not_before_s": ("migration", ""),
     "phase": ("migration", ""),
     "submitted_s": ("migration", ""),
+    "offer_id": ("kv_copies", ""),
+    "num_parts": ("kv_copies", ""),
+    "num_sent_tokens": ("kv_copies", ""),
+    "num_copied_tokens": ("migration", ""),
     "target": ("migration", ""),
     # ConnectedEngine: what it says
     "last_heard_s": ("router token_delivery", "each message; the router adds its own pauses"),
@@ -374,6 +379,9 @@ OWNERS: dict[str, tuple[str, str]] = {
     "outgoing": ("state", ""),
     "num_grants": ("migration", ""),
     "grants": ("migration", ""),
+    "num_offers": ("kv_copies", ""),
+    "offers": ("kv_copies", ""),
+    "pulled_offers": ("kv_copies", ""),
     "migrations_out": ("migration", ""),
     "migrations_in": ("migration", ""),
 }

@@ -68,6 +68,10 @@ def _handle_migration_answers(
     """Takes what an engine answers to grant requests and hand-offs."""
     for grant in message.grants:
         migration.handle_grant(state, engine, grant, now)
+    for offer in message.kv_offers:
+        migration.handle_offer(state, engine, offer)
+    for part in message.parts_pulled:
+        migration.handle_part_pulled(state, engine, part, now)
     for refused in message.hand_offs_refused:
         # The request may have ended by itself before the hand-off reached the engine.
         submission = _look_up(engine, refused.slot)

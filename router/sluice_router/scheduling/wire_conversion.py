@@ -21,7 +21,7 @@ from sluice_core.records import (
 )
 from sluice_core.scheduling.engine_table import EngineConfig
 from sluice_core.strategies import get_strategy
-from sluice_router.scheduling.prompt_hashes import PrefixScheme
+from sluice_router.text.prompt_hashes import PrefixScheme
 
 if TYPE_CHECKING:
     from sluice.v1 import sampling_pb2
@@ -190,6 +190,7 @@ def add_submit(
         output_tokens_since_reset=len(request.output_token_ids) - request.reset_at_tokens,
         is_recovery=kv is None and first_token_s is not None,
         cache_salt=new.cache_salt,
+        split_output_tokens=request.split_output_tokens,
     )
     submit.prompt_token_ids.extend(new.prompt_token_ids)
     submit.output_token_ids.extend(request.output_token_ids)

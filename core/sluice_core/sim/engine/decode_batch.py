@@ -132,6 +132,7 @@ class DecodeBatch:
             since_first_token_s=now - request.first_token_s,
             tpot_slo_s=request.tpot_slo_s,
             is_moved_in=request.is_moved_in,
+            split_tokens=request.split_tokens if request.split_token else 0,
         )
 
     def leave(self, request: SimRequest, now: float) -> None:

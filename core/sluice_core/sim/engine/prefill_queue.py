@@ -126,7 +126,10 @@ class PrefillQueue:
         """
         request.kind = kind
         request.num_computed_tokens = request.num_cached_tokens = 0
-        request.prefill_tokens = tokens = request.prompt_tokens + request.generated_tokens
+        tokens = request.prompt_tokens + request.generated_tokens
+        if kind is RequestKind.NEW_PROMPT and request.is_cut:
+            tokens = request.split_token
+        request.prefill_tokens = tokens
         first, second = self._policy.order_key(kind, request.arrival_s, request.priority)
         request.order = (first, second, request.index)
         entry = (first, second, request.index, request)
@@ -138,6 +141,20 @@ class PrefillQueue:
         self.queued_tokens += tokens
         self.queued_work2 += tokens * tokens
         self._count_kind(kind, 1)
+
+    def add_part(self, request: SimRequest) -> None:
+        """Go on with a prompt that was cut, with the KV of what another engine has computed and all blocks."""
+        request.kind = RequestKind.STARTED_PREFILL
+        request.num_computed_tokens = request.num_cached_tokens = before = request.part_tokens
+        request.prefill_tokens = tokens = request.prompt_tokens
+        first, second = self._policy.order_key(request.kind, request.arrival_s, request.priority)
+        request.order = (first, second, request.index)
+        self._started.append(request)
+        self._started.sort(key=_order_of)
+        self.num_queued += 1
+        self.queued_tokens += tokens - before
+        self.queued_work2 += tokens * tokens - before * before
+        self._count_kind(request.kind, 1)
 
     def schedule(self, now: float, num_decodes: int, num_seats: int, free_blocks: int) -> int:
         """Fill the prefill room in order.

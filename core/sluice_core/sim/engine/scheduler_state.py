@@ -89,6 +89,8 @@ class SchedulerState:
             else SelectedPrefills(setup, policy, selector, self.cache, takes_by_chunk=schedules_ahead)
         )
         self.batch = DecodeBatch(setup)
+        if not schedules_ahead:
+            self.batch.decodes.split_lead_tokens = 0  # a hand-off takes no time to prepare
         policy.bind(self.batch.decodes, setup.profile)
         self.total_blocks = setup.kv_blocks_total
         self.used_blocks = 0

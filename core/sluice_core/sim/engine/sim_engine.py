@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from sluice_core.records import EngineId, EngineLoad, RequestId, Role
+from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
 from sluice_core.scheduling.batching import EnginePolicy, RequestKind
 from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.cell import EngineSetup
+from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.preemption import (
     leave_decodes,
     make_room_for_chunks,
@@ -13,7 +14,6 @@ from sluice_core.sim.engine.preemption import (
     make_room_in_step,
 )
 from sluice_core.sim.engine.scheduler_state import SchedulerState
-from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
 
 
@@ -37,6 +37,7 @@ class SimEngine(SchedulerState):
         finished: Requests that ended in the last iteration.
         hands_off_prefills: Prefills that yield the first token are handed off to nobody yet; set it with a plan.
         prefilled: Those of the last iteration, until somebody takes them from here.
+        parted: Prompts that were cut and whose beginning the last iteration has ended, until somebody takes them.
         withholds_decodes: The iteration under way, or the last one, is of prefills alone, and the decodes wait.
     """
 
@@ -48,6 +49,7 @@ class SimEngine(SchedulerState):
         "_num_submitted",
         "_prefilled_alone",
         "_profile",
+        "_shape",
         "_switching",
         "duration_s",
         "ends_at_s",
@@ -56,6 +58,7 @@ class SimEngine(SchedulerState):
         "is_dead",
         "is_draining",
         "num_incoming",
+        "parted",
         "prefilled",
         "role",
         "withholds_decodes",
@@ -82,9 +85,11 @@ class SimEngine(SchedulerState):
         self.finished: list[SimRequest] = []
         self.hands_off_prefills = False
         self.prefilled: list[SimRequest] = []
+        self.parted: list[SimRequest] = []
         self.withholds_decodes = False
         self._prefilled_alone: list[SimRequest] = []  # joined the decodes with the end of an iteration of prefills
         self._profile = setup.profile
+        self._shape = IterationShape()
         self._switching: list[SimRequest] = []  # have a first token, and wait for the phase of decodes
         self._gaps = gaps
         self._joins_end_ttft = joins_end_ttft
@@ -162,6 +167,18 @@ class SimEngine(SchedulerState):
         self._arrived.append(request)
         self.note_change()
 
+    def take_part(self, request: SimRequest) -> None:
+        """Go on with a prompt whose beginning has arrived, in the blocks that were kept for all of it."""
+        self.granted_blocks -= request.part_blocks
+        self.used_blocks += request.part_blocks
+        self.num_incoming -= 1
+        request.num_blocks = request.part_blocks
+        request.state = RequestState.QUEUED
+        request.target = self.engine_id
+        self.prefills.add_part(request)
+        request.split_token = request.part_tokens = request.part_blocks = request.sent_tokens = 0
+        self.note_change()
+
     def recompute_arrival(self, request: SimRequest) -> None:
         """Take a request over whose KV will not arrive: it is recomputed here."""
         num_moved = self._count_moved(request)
@@ -179,6 +196,7 @@ class SimEngine(SchedulerState):
         """End a decode's part here and pin its KV until ``release``."""
         request = self.batch[request_id]
         leave_decodes(self, request, now)
+        request.split_token = 0
         self.pinned_blocks += request.num_blocks
         self.cache_filled_blocks(request)
         request.source_table, request.table = request.table, None
@@ -187,8 +205,11 @@ class SimEngine(SchedulerState):
 
     def count_blocks(self, request: SimRequest) -> int:
         """Count the blocks that a decode holds."""
-        num_tokens = request.prompt_tokens + self.batch.iteration - request.start_iteration
-        return -(-(num_tokens - 1) // self.setup.block_size_tokens)
+        return -(-(self.count_tokens(request) - 1) // self.setup.block_size_tokens)
+
+    def count_tokens(self, request: SimRequest) -> int:
+        """Count the tokens of a decode, prompt and output."""
+        return request.prompt_tokens + self.batch.iteration - request.start_iteration
 
     def count_running(self) -> int:
         """Count the requests that hold a seat: all decodes, and the prefills that have started."""
@@ -275,6 +296,14 @@ class SimEngine(SchedulerState):
             self.policy.note_batch(now, has_prefills=prefills.num_tokens > 0)
             if num_decodes and self._switching:
                 self._end_phase_switch(now)
+        if self.policy.records_iterations:
+            self._shape = IterationShape(
+                prefill_tokens=prefills.num_tokens,
+                attention_work=work2 * 0.5,
+                num_chunks=prefills.num_chunks,
+                num_decodes=num_decodes,
+                decode_context_tokens=context_tokens,
+            )
         self.duration_s = self._profile.estimate_iteration_s(
             num_decodes + prefills.num_tokens,
             prefills.num_chunks,
@@ -364,6 +393,8 @@ class SimEngine(SchedulerState):
             completing, self.prefills.completing = self.prefills.completing, []
             for request in completing:
                 self._complete(request, now)
+        if self.policy.records_iterations:
+            self.policy.record_iteration(self._shape, self.duration_s)
         if self.schedules_ahead:
             self.ending = list(self.finished)
         # Handed-off requests may share blocks of a common prefix, which are then pinned twice.
@@ -454,6 +485,9 @@ class SimEngine(SchedulerState):
 
     def _complete(self, request: SimRequest, now: float) -> None:
         """Take the token in that the end of a prefill yields."""
+        if request.prefill_tokens < request.prompt_tokens:
+            self._end_part(request)
+            return
         request.generated_tokens += 1
         self.counters.num_output_tokens += 1
         self.counters.num_completed_prefill_tokens += request.prefill_tokens - request.num_cached_tokens
@@ -471,6 +505,14 @@ class SimEngine(SchedulerState):
                 self._switching.append(request)
             if self.withholds_decodes:
                 self._prefilled_alone.append(request)
+
+    def _end_part(self, request: SimRequest) -> None:
+        """End the beginning of a prompt that was cut: its token is none of the request's, and its KV is pinned."""
+        self.counters.num_completed_prefill_tokens += request.prefill_tokens - request.num_cached_tokens
+        request.part_tokens = request.prefill_tokens
+        request.state = RequestState.MOVING
+        self.pinned_blocks += request.num_blocks
+        self.parted.append(request)
 
     def _hand_off_prefill(self, request: SimRequest, now: float) -> None:
         """End a request's part here with its first token, and pin its KV until ``release``."""

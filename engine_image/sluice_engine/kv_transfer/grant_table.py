@@ -5,12 +5,18 @@ A grant takes real KV blocks out of vLLM's pool at once, so that no two routers 
     open     reserved for a key; lapses after its time to live
     claimed  a request named the key; kept until that request is admitted or ends
     closed   the blocks are the request's own, or free again
+
+While a grant is open, KV may come into its blocks in parts (``part_pulls``). Blocks that a read fills are
+kept from everybody until it has ended, whatever becomes of the grant.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class BlockPool(Protocol):
@@ -25,20 +31,33 @@ class BlockPool(Protocol):
     def free_blocks(self, ordered_blocks: list[Any]) -> None:
         """Gives blocks back."""
 
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Holds cached blocks too."""
+
 
 @dataclass(slots=True)
-class _Reservation:
+class GrantedRoom:
     """A reservation; mutable, owned by the table.
 
     Args:
         num_blocks: Blocks promised.
-        blocks: Blocks out of the pool now.
+        ttl_s: Its time to live, from the grant and from each part on.
+        blocks: Empty blocks out of the pool now.
+        held: Blocks of the request's KV, in order; they are in the prefix cache.
+        num_shared: Of these, those that a request had when they were found.
+        num_reading: Blocks that a read fills.
+        copy: What ``part_pulls`` knows of the KV.
         expires_s: When it lapses, while it is open.
         request_id: Who claimed it; empty while it is open.
     """
 
     num_blocks: int
+    ttl_s: float = 0.0
     blocks: list[Any] = field(default_factory=list)
+    held: list[Any] = field(default_factory=list)
+    num_shared: int = 0
+    num_reading: int = 0
+    copy: Any = None
     expires_s: float = 0.0
     request_id: str = ""
 
@@ -55,21 +74,24 @@ class GrantTable:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._by_key: dict[str, _Reservation] = {}
+        self._by_key: dict[str, GrantedRoom] = {}
+        self._num_reading = 0
         self.key_of_request: dict[str, str] = {}
 
     @property
     def num_blocks(self) -> int:
         """Blocks out of the pool for grants."""
-        return sum(len(grant.blocks) for grant in self._by_key.values())
+        return self._num_reading + sum(
+            len(grant.blocks) + len(grant.held) - grant.num_shared for grant in self._by_key.values()
+        )
 
     @property
     def num_open(self) -> int:
         """Grants that no request has claimed yet; each keeps a seat in the batch."""
         return len(self._by_key) - len(self.key_of_request)
 
-    def reserve(self, key: str, num_blocks: int, expires_s: float) -> bool:
-        """Takes blocks out of the pool for ``key``.
+    def reserve(self, key: str, num_blocks: int, expires_s: float, ttl_s: float = 0.0) -> bool:
+        """Takes blocks out of the pool for ``key``; each part that comes lets it live for ``ttl_s`` more.
 
         Returns:
             False when the pool has too few, or the key is in use.
@@ -77,7 +99,7 @@ class GrantTable:
         if key in self._by_key or num_blocks > self._pool.get_num_free_blocks():
             return False
         blocks = self._pool.get_new_blocks(num_blocks)
-        self._by_key[key] = _Reservation(num_blocks=num_blocks, blocks=blocks, expires_s=expires_s)
+        self._by_key[key] = GrantedRoom(num_blocks=num_blocks, blocks=blocks, expires_s=expires_s, ttl_s=ttl_s)
         return True
 
     def claim(self, key: str, request_id: str) -> bool:
@@ -102,9 +124,7 @@ class GrantTable:
 
         Both happen in one call of vLLM's allocator, during which nobody else can take the blocks.
         """
-        grant = self._by_key[self.key_of_request[request_id]]
-        self._pool.free_blocks(grant.blocks)
-        grant.blocks = []
+        self._give_back(self._by_key[self.key_of_request[request_id]])
 
     def lower(self, request_id: str, num_held_blocks: int) -> None:
         """Reserves again what the request did not take: its KV is one token shorter than the grant.
@@ -129,8 +149,14 @@ class GrantTable:
         if grant is None:
             return
         self.key_of_request.pop(grant.request_id, None)
-        if grant.blocks:
-            self._pool.free_blocks(grant.blocks)
+        self._give_back(grant)
+
+    def _give_back(self, grant: GrantedRoom) -> None:
+        """Gives the pool all but what a read fills; the last blocks of a prefix are evicted first."""
+        blocks = grant.blocks + grant.held[::-1]
+        grant.blocks, grant.held, grant.num_shared = [], [], 0
+        if blocks:
+            self._pool.free_blocks(blocks)
 
     def release_open(self, key: str) -> None:
         """Ends a reservation that no request has claimed; others stay."""
@@ -142,6 +168,56 @@ class GrantTable:
         """Ends open grants whose time is over."""
         if len(self._by_key) == len(self.key_of_request):
             return
-        lapsed = [key for key, grant in self._by_key.items() if not grant.request_id and grant.expires_s <= now_s]
+        lapsed = [
+            key
+            for key, grant in self._by_key.items()
+            if not grant.request_id and grant.expires_s <= now_s and not grant.num_reading
+        ]
         for key in lapsed:
             self.release(key)
+
+    # --- parts -----------------------------------------------------------------------------------------------------
+
+    def get_open(self, key: str) -> GrantedRoom | None:
+        """The grant of a key, if no request has claimed it yet."""
+        grant = self._by_key.get(key)
+        return None if grant is None or grant.request_id else grant
+
+    def hold(self, grant: GrantedRoom, cached: list[Any]) -> int:
+        """Holds cached blocks in the place of empty ones.
+
+        Returns:
+            How many of them: no more than the grant has empty ones.
+        """
+        cached = cached[: len(grant.blocks)]
+        grant.num_shared += sum(block.ref_cnt > 0 for block in cached)
+        self._pool.touch(cached)
+        self._pool.free_blocks(grant.blocks[: len(cached)])
+        del grant.blocks[: len(cached)]
+        grant.held += cached
+        return len(cached)
+
+    def begin_read(self, grant: GrantedRoom, num_blocks: int) -> list[Any]:
+        """Takes empty blocks of a grant for a read, as many as there are."""
+        blocks = grant.blocks[:num_blocks]
+        del grant.blocks[: len(blocks)]
+        grant.num_reading += len(blocks)
+        self._num_reading += len(blocks)
+        return blocks
+
+    def end_read(self, key: str, blocks: list[Any], *, is_whole: bool, now_s: float) -> GrantedRoom | None:
+        """Gives the blocks of a read back to their grant; to the pool, if it has ended.
+
+        Returns:
+            The grant; None: it has ended, or a request has claimed it.
+        """
+        self._num_reading -= len(blocks)
+        grant = self._by_key.get(key)
+        if grant is not None:
+            grant.num_reading -= len(blocks)
+        if grant is None or grant.request_id:
+            self._pool.free_blocks(blocks)
+            return None
+        (grant.held if is_whole else grant.blocks).extend(blocks)
+        grant.expires_s = max(grant.expires_s, now_s + grant.ttl_s)
+        return grant

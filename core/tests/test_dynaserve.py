@@ -1,0 +1,370 @@
+"""Strategy DynaServe: what engines batch (Algorithm 2), and whole runs."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_simulation import make_arrivals, make_engines, run
+
+from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.transfer import LinkSpeed
+from sluice_core.records import (
+    FlowParameters,
+    IterationShape,
+    MoveCause,
+    RequestId,
+    Role,
+    Slo,
+)
+from sluice_core.scheduling.batching import EngineBatch
+from sluice_core.scheduling.decode_order import SPLIT_LEAD_TOKENS, SPLIT_RETRY_TOKENS, DecodeSet
+from sluice_core.scheduling.splitting.profile_table import ProfileTable
+from sluice_core.sim.cell import Arrival, Cell, ConfigureEvent, FailEvent, LengthsKnown, SimOptions, TransferLink
+from sluice_core.sim.cut_prompts import CutPrompts
+from sluice_core.sim.simulation import Simulation
+from sluice_core.strategies import get_strategy
+from sluice_core.strategies.dynaserve import DynaServeRules
+
+A100 = load_model_on_gpu("qwen2.5-14b", "a100-80g", 1).profile
+DYNASERVE = get_strategy("dynaserve")
+NOW = 10.0
+NO_SLO = Slo(ttft_s=math.inf, tpot_s=math.inf)
+
+
+# --- Algorithm 2: what an iteration holds --------------------------------------------------------------------------
+
+
+def make_shape(**changes):
+    return IterationShape(**{"prefill_tokens": 400, "num_chunks": 1, "num_decodes": 20} | changes)
+
+
+def test_the_table_learns_what_iterations_take_in_their_cell_alone():
+    table = ProfileTable(A100)
+    shape = make_shape(decode_context_tokens=20_000)
+    expected_s = A100.estimate_shape_s(shape)
+    before = table.find_most_prefill(0.06, 2048, 20, 20_000).tokens
+    for _ in range(50):
+        table.record(shape, 1.5 * expected_s)
+    assert table.get_factor(300, 20_000, 20) == pytest.approx(1.5)
+    for other in ((700, 20_000, 20), (300, 60_000, 20), (300, 20_000, 40)):
+        assert table.get_factor(*other) == 1.0
+    assert before > table.find_most_prefill(0.06, 2048, 20, 20_000).tokens > 0
+    assert len(table) == 1
+
+
+def test_the_table_keeps_the_99th_percentile():
+    rng, table = random.Random(3), ProfileTable(A100)
+    shape = make_shape(decode_context_tokens=20_000)
+    expected_s = A100.estimate_shape_s(shape)
+    for _ in range(20_000):
+        table.record(shape, expected_s * rng.uniform(1.0, 1.2))
+    assert 1.17 < table.get_factor(400, 20_000, 20) <= 1.2
+    table.record(shape, 0.0)  # not measured
+    assert table.get_factor(400, 20_000, 20) > 1.17
+
+
+def make_policy(latency=A100, **changes):
+    policy = DYNASERVE.make_engine(FlowParameters(**changes))
+    decodes = DecodeSet(block_size_tokens=16, max_num_seqs=64)
+    decodes.kv_blocks_total = 1000
+    policy.bind(decodes, latency)
+    return policy, decodes
+
+
+def join(decodes, name="d", **changes):
+    values = {
+        "now": NOW,
+        "prompt_tokens": 1000,
+        "output_tokens": 1,
+        "output_tokens_since_reset": 1,
+        "since_first_token_s": 0.0,
+        "tpot_slo_s": 0.1,
+        "is_moved_in": False,
+    }
+    decodes.join(RequestId(name), **values | changes)
+
+
+def make_batch(**changes):
+    values = {"chunk_size_tokens": 2048, "last_chunk_size_tokens": 2048, "max_batch_tokens": 4096}
+    return EngineBatch(**values | {"block_size_tokens": 16, "last_prefill_s": NOW, "num_new_prompts": 3} | changes)
+
+
+@pytest.mark.parametrize(("target_s", "slo_s", "limit_s"), [(0.0, 0.1, 0.1), (0.06, 0.1, 0.06), (0.0, 0.05, 0.05)])
+def test_prefills_fill_an_iteration_up_to_the_target(target_s, slo_s, limit_s):
+    policy, decodes = make_policy(tbt_target_s=target_s)
+    join(decodes, tpot_slo_s=slo_s)
+    limits = policy.limits(NOW, make_batch(num_decodes=20, decode_context_tokens=20_000))
+    tokens = limits.fit_chunk(limits.prefill_room_tokens, 0, 16)
+
+    def take_s(tokens):
+        shape = make_shape(prefill_tokens=tokens, attention_work=tokens * tokens / 2, decode_context_tokens=20_000)
+        return A100.estimate_shape_s(shape)
+
+    assert take_s(tokens) <= 1.01 * limit_s
+    assert take_s(int(1.05 * tokens)) > limit_s
+
+
+def test_a_slower_engine_gets_smaller_iterations():
+    policy, decodes = make_policy()
+    join(decodes)
+    batch = make_batch(num_decodes=20, decode_context_tokens=20_000)
+    before = policy.limits(NOW, batch).prefill_room_tokens
+    for _ in range(30):
+        for tokens in (100, 200, 400, 800):
+            shape = make_shape(prefill_tokens=tokens, decode_context_tokens=20_000)
+            policy.record_iteration(shape, 1.3 * A100.estimate_shape_s(shape))
+    assert 0.4 * before < policy.limits(NOW, batch).prefill_room_tokens < 0.85 * before
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_decodes": 0}, {"num_new_prompts": 0}, {"num_decodes": 2048 + 1, "num_new_prompts": 0}]
+)
+def test_without_decodes_or_prompts_the_chunk_size_alone_limits(changes):
+    policy, decodes = make_policy()
+    join(decodes)
+    batch = make_batch(**{"num_decodes": 20, "decode_context_tokens": 20_000} | changes)
+    assert policy.limits(NOW, batch).prefill_room_tokens == max(0, 2048 - batch.num_decodes)
+
+
+def test_decodes_without_an_objective_limit_nothing():
+    policy, decodes = make_policy()
+    join(decodes, tpot_slo_s=math.inf)
+    assert policy.limits(NOW, make_batch(num_decodes=20)).prefill_room_tokens == 2028
+
+
+def test_decodes_are_proposed_shortly_before_their_part_ends_and_again_ever_more_rarely():
+    policy, decodes = make_policy()
+    join(decodes, "whole")
+    join(decodes, "split", split_tokens=20)
+    join(decodes, "gone", split_tokens=20)
+    seen = []
+    for iteration in range(1, 150):
+        decodes.advance()
+        if iteration == 3:
+            decodes.leave(RequestId("gone"))
+        for move in policy.propose(NOW, decodes):
+            assert (move.request_id, move.cause) == ("split", MoveCause.SPLIT)
+            seen.append(move.output_tokens)
+    first = 20 - SPLIT_LEAD_TOKENS
+    assert seen == [first, first + SPLIT_RETRY_TOKENS, first + 3 * SPLIT_RETRY_TOKENS, first + 7 * SPLIT_RETRY_TOKENS]
+
+
+def test_a_decode_that_was_left_out_of_iterations_is_proposed_later():
+    policy, decodes = make_policy()
+    join(decodes, "split", split_tokens=10)
+    for iteration in range(1, 8):
+        decodes.advance([RequestId("split")] if iteration <= 3 else [])
+        assert not policy.propose(NOW, decodes)
+    decodes.advance()
+    assert [move.output_tokens for move in policy.propose(NOW, decodes)] == [6]
+
+
+def test_a_draining_engine_proposes_everything():
+    policy, decodes = make_policy()
+    join(decodes)
+    decodes.is_draining = True
+    assert [move.cause for move in policy.propose(NOW, decodes)] == [MoveCause.DRAIN]
+
+
+# --- whole runs ----------------------------------------------------------------------------------------------------
+
+
+def make_cell(number=2, *, blocks=400, events=(), seed=0, **options):
+    engines = make_engines(((number, 2048),), blocks=blocks, max_num_seqs=64)
+    return Cell(engines=engines, strategy=DYNASERVE, options=SimOptions(**options), events=events, seed=seed)
+
+
+@pytest.mark.parametrize("schedules_ahead", [False, True])
+def test_parts_end_where_they_were_planned_to(schedules_ahead, monkeypatch):
+    planned, ended = {}, {}
+    plan_parts, send = Simulation._plan_parts, Simulation.send
+
+    def note_plan(request, route):
+        plan_parts(request, route)
+        planned[request.index] = request.split_tokens
+
+    def note_send(self, request, source, cause, move, *copied):
+        assert cause is MoveCause.SPLIT
+        ended[request.index] = request.generated_tokens
+        send(self, request, source, cause, move, *copied)
+
+    monkeypatch.setattr(Simulation, "_plan_parts", staticmethod(note_plan))
+    monkeypatch.setattr(Simulation, "send", note_send)
+    arrivals = [
+        Arrival(at_s=0.3 * number, prompt_tokens=300, output_tokens=150, slo=Slo(ttft_s=9.0, tpot_s=0.2))
+        for number in range(40)
+    ]
+    options = {"output_lengths": LengthsKnown.EXACT, "schedules_ahead": schedules_ahead}
+    simulation = run(make_cell(**options), arrivals)
+    assert simulation.num_moves[MoveCause.SPLIT] == len(ended) >= 20
+    if not schedules_ahead:
+        assert all(ended[index] == planned[index] for index in ended)
+        return
+    # A move takes an iteration or more to prepare: a part that ends with the prompt goes on until then.
+    late = {index: ended[index] - planned[index] for index in ended}
+    assert all(late[index] == 0 for index in ended if planned[index] > 12)
+    assert all(0 <= late[index] <= 12 for index in ended)
+
+
+def test_a_whole_trace_of_a_pair(monkeypatch):
+    """Cold start, then cuts and turned pairs that follow the load."""
+    arrivals = [
+        Arrival(at_s=at_s, prompt_tokens=prompt, output_tokens=output, slo=Slo(ttft_s=9.0, tpot_s=0.2))
+        for at_s, prompt, output in ((0.0, 600, 100), (0.01, 200, 100), (0.02, 400, 200), (0.03, 100, 300))
+    ]
+    routes, plan_parts = [], Simulation._plan_parts
+
+    def note_plan(request, route):
+        routes.append((route[0].engine_id[-1], route[0].end_token, route[1].engine_id[-1]))
+        plan_parts(request, route)
+
+    monkeypatch.setattr(Simulation, "_plan_parts", staticmethod(note_plan))
+    simulation = run(make_cell(output_lengths=LengthsKnown.EXACT), arrivals)
+    assert [request.generated_tokens for request in simulation.requests] == [100, 100, 200, 300]
+    assert routes == [("0", 600, "1"), ("0", 200, "1"), ("1", 400, "0"), ("1", 329, "0")]
+    assert simulation.num_moves[MoveCause.SPLIT] == 4
+    total = sum(engine.counters.num_prefill_tokens for engine in simulation.engines)
+    assert total == 1300  # no prompt token is computed twice
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    blocks=st.sampled_from([24, 40, 160]),
+    schedules_ahead=st.booleans(),
+    lengths=st.sampled_from(list(LengthsKnown)),
+)
+@settings(max_examples=25, deadline=None)
+def test_nothing_is_lost_with_little_kv_failures_and_drains(seed, blocks, schedules_ahead, lengths):
+    """``Simulation.check`` counts tokens, blocks and requests at the end of each run."""
+    rng = random.Random(seed)
+    cell = make_cell(3, blocks=blocks, seed=seed, output_lengths=lengths, schedules_ahead=schedules_ahead)
+    first, second, _ = (engine.engine_id for engine in cell.engines)
+    events = (
+        ConfigureEvent(at_s=2.0, engine_id=first, role=Role.PREFILL_HEAVY, chunk_size_tokens=2048, is_draining=True),
+        ConfigureEvent(at_s=3.0, engine_id=first, role=Role.PREFILL_HEAVY, chunk_size_tokens=2048),
+        FailEvent(at_s=4.0, engine_id=second),
+    )
+    run(replace(cell, events=events), make_arrivals(rng, number=40, rate=9.0))
+
+
+def test_with_errors_of_prediction_the_pair_still_serves_nearly_as_much():
+    """DynaServe, section 6.6, Table 4: a deviation of 100 tokens of 1467 costs 2.9 %."""
+    model = load_model_on_gpu("qwen2.5-14b", "a100-80g", 1)
+    engines = [
+        replace(engine, profile=model.profile, kv_blocks_total=4000, max_num_seqs=256)
+        for engine in make_engines(((2, 2048),))
+    ]
+    rng = random.Random(0)
+    arrivals = [
+        Arrival(
+            at_s=0.0,
+            prompt_tokens=219,
+            output_tokens=max(1, round(rng.gauss(734, 50))),
+            slo=Slo(ttft_s=1e9, tpot_s=0.1),
+        )
+        for _ in range(150)
+    ]
+
+    def find_end_s(lengths):
+        options = SimOptions(output_lengths=lengths, length_deviation_tokens=50.0)
+        simulation = run(Cell(engines=engines, strategy=DYNASERVE, options=options), arrivals)
+        assert simulation.num_moves[MoveCause.SPLIT] >= 20
+        return max(request.last_token_s for request in simulation.requests)
+
+    assert find_end_s(LengthsKnown.NOISY) < 1.1 * find_end_s(LengthsKnown.EXACT)
+
+
+# --- prompts that are cut, in the simulator alone ------------------------------------------------------------------
+
+CUTS = replace(DYNASERVE, policies=DynaServeRules(cuts_prompts=True))
+
+
+def make_prompts(number, *, prompt=1200, output=20, every_s=0.05):
+    return [
+        Arrival(at_s=every_s * index, prompt_tokens=prompt, output_tokens=output, slo=Slo(ttft_s=9.0, tpot_s=0.2))
+        for index in range(number)
+    ]
+
+
+def count_cuts(monkeypatch):
+    """Prompts that were cut, by the engines that computed their parts."""
+    cuts, begin = [], CutPrompts.begin
+
+    def note(self, request, first, second):
+        begin(self, request, first, second)
+        if request.is_cut:
+            cuts.append((request.index, request.split_token, first.engine_id, second.engine_id))
+
+    monkeypatch.setattr(CutPrompts, "begin", note)
+    return cuts
+
+
+def test_the_second_engine_computes_the_rest_of_a_prompt_that_is_cut(monkeypatch):
+    cuts = count_cuts(monkeypatch)
+    cell = replace(make_cell(blocks=2000, output_lengths=LengthsKnown.EXACT), strategy=CUTS)
+    simulation = run(cell, make_prompts(60))
+    assert len(cuts) >= 20
+    assert sum(engine.counters.num_prefill_tokens for engine in simulation.engines) == 60 * 1200
+    assert sum(engine.counters.num_output_tokens for engine in simulation.engines) == 60 * 20
+    assert simulation.num_moves[MoveCause.SPLIT] >= len(cuts)
+
+
+def test_a_cut_at_a_fixed_token_gives_each_engine_its_part():
+    rules = DynaServeRules(cuts_prompts=True, is_bound_to_sides=True, fixed_token=500)
+    cell = replace(make_cell(blocks=4000), strategy=replace(DYNASERVE, policies=rules))
+    simulation = run(cell, make_prompts(30, every_s=0.3))
+    assert [engine.counters.num_prefill_tokens for engine in simulation.engines] == [30 * 500, 30 * 700]
+    assert [engine.counters.num_output_tokens for engine in simulation.engines] == [0, 30 * 20]
+
+
+@pytest.mark.parametrize("sends_parts", [True, False])
+def test_kv_in_parts_is_there_sooner(sends_parts):
+    """One request alone: the last chunk's KV, or all of it, is what the second engine waits for."""
+    link = TransferLink(speed=LinkSpeed(bytes_per_s=1e9, latency_s=0.0))
+    engines = [replace(engine, chunk_size_tokens=256, link=link) for engine in make_engines(((2, 2048),), blocks=4000)]
+    rules = DynaServeRules(cuts_prompts=True, is_bound_to_sides=True, fixed_token=1024)
+    options = SimOptions(sends_parts=sends_parts)
+    cell = Cell(engines=engines, strategy=replace(DYNASERVE, policies=rules), options=options)
+    simulation = run(cell, make_prompts(1))
+    # 256 tokens take longer on this link than to compute, so that parts wait for one another.
+    waited_tokens = simulation.transfer_s * 1e9 / engines[0].kv_bytes_per_token
+    assert 256 <= waited_tokens < 900 if sends_parts else waited_tokens == pytest.approx(1024)
+    assert sum(engine.counters.num_prefill_tokens for engine in simulation.engines) == 1200
+
+
+def test_without_room_on_the_second_engine_the_first_computes_all():
+    rules = DynaServeRules(cuts_prompts=True, is_bound_to_sides=True, fixed_token=500)
+    engines = make_engines(((2, 2048),), blocks=4000)
+    engines[1] = replace(engines[1], kv_blocks_total=90)  # for one prompt
+    simulation = run(Cell(engines=engines, strategy=replace(DYNASERVE, policies=rules)), make_prompts(8, every_s=0.0))
+    first, second = (engine.counters.num_prefill_tokens for engine in simulation.engines)
+    assert first + second == 8 * 1200
+    assert second % 700 == 0
+    assert 0 < second < 8 * 700
+
+
+@pytest.mark.parametrize("options", [{"schedules_ahead": True}, {"hash_block_tokens": 16}])
+def test_engines_of_the_product_cut_no_prompts(options):
+    rules = DynaServeRules(cuts_prompts=True, fixed_token=500)
+    cell = replace(make_cell(blocks=2000, **options), strategy=replace(DYNASERVE, policies=rules))
+    with pytest.raises(ValueError, match="prompts are cut only"):
+        Simulation(cell, make_prompts(2)).run()
+
+
+@given(seed=st.integers(0, 2**32), blocks=st.sampled_from([30, 60, 160]), sends_parts=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_nothing_of_cut_prompts_is_lost(seed, blocks, sends_parts):
+    rng = random.Random(seed)
+    cell = make_cell(3, blocks=blocks, seed=seed, sends_parts=sends_parts)
+    first, second, _ = (engine.engine_id for engine in cell.engines)
+    events = (
+        ConfigureEvent(at_s=1.0, engine_id=first, role=Role.PREFILL_HEAVY, chunk_size_tokens=0),
+        ConfigureEvent(at_s=1.4, engine_id=first, role=Role.PREFILL_HEAVY, chunk_size_tokens=2048),
+        FailEvent(at_s=rng.uniform(1.5, 4.0), engine_id=second),
+    )
+    rules = DynaServeRules(cuts_prompts=True, fixed_token=rng.choice((0, 0, 40, 150)))
+    strategy = replace(DYNASERVE, policies=rules)
+    run(replace(cell, strategy=strategy, events=events), make_arrivals(rng, number=50, rate=15.0))
