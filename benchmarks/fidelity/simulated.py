@@ -14,8 +14,8 @@ from sluice_cli.simulation.cluster_spec import read_manifest_spec
 from sluice_core.records import Role, Slo
 from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
 from sluice_core.sim.cell import Arrival
+from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.sim_engine import SimEngine
-from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.goodput import TARGET, bisect_rate
 from sluice_core.sim.metrics import summarize
 from sluice_core.sim.requests import RequestState, SimRequest

@@ -142,6 +142,14 @@ class NaiveRouters(NaiveSimulation):
         self.use_of(self.requests[int(proposal.request_id)])
         return super().move(engine, proposal)
 
+    def note_finished(self, engine):
+        finished = engine.finished
+        for request in finished:
+            self.use_of(request)
+            engine.finished = [request]
+            super().note_finished(engine)
+        engine.finished = []
+
     def park_prefilled(self, engine):
         prefilled = engine.prefilled
         for request in prefilled:

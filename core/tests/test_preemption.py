@@ -12,8 +12,8 @@ from sluice_core.records import EngineId, Role
 from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
 from sluice_core.sim.cell import Arrival, Cell, EngineSetup, SimOptions
 from sluice_core.sim.engine.freed_blocks import FreedBlocks
+from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.sim_engine import SimEngine
-from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
 
 

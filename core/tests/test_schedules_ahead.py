@@ -11,8 +11,8 @@ from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import MoveCause, Slo
 from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
 from sluice_core.sim.cell import Arrival, Cell, ConfigureEvent, FailEvent, SimOptions, TransferLink
+from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.sim_engine import SimEngine
-from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline

@@ -15,7 +15,7 @@ from test_simulation import SLO, make_arrivals, make_engines, run
 from sluice_core.latency.iteration_profile import IterationProfile
 from sluice_core.records import FlowParameters, Slo, SloClass
 from sluice_core.sim.cell import Arrival, Cell, SimOptions
-from sluice_core.sim.gap_histogram import GapHistogram
+from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.goodput import NoGoodputError, bisect_rate, search_goodput
 from sluice_core.sim.metrics import compute_percentile, list_longest_tenth, make_report, summarize
 from sluice_core.sim.pickling import RECORDS

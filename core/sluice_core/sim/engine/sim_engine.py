@@ -8,6 +8,7 @@ from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId,
 from sluice_core.scheduling.batching import EnginePolicy, RequestKind
 from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.cell import EngineSetup
+from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.preemption import (
     leave_decodes,
     make_room_for_chunks,
@@ -16,7 +17,6 @@ from sluice_core.sim.engine.preemption import (
 )
 from sluice_core.sim.engine.scheduler_state import SchedulerState
 from sluice_core.sim.engine.suspended_batch import IterationRest
-from sluice_core.sim.gap_histogram import GapHistogram
 from sluice_core.sim.requests import RequestState, SimRequest
 
 
