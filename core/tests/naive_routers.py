@@ -110,12 +110,6 @@ class NaiveRouters(NaiveSimulation):
 
     # --- what a router does ---
 
-    def note_finished(self, engine):
-        for request in engine.finished:
-            self.use_of(request)
-            self.router.note_finished(request.name, len(request.tokens))
-        engine.finished = []
-
     def arrive(self, request):
         self.use_of(request)
         super().arrive(request)
