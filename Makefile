@@ -26,6 +26,8 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= python3
 MANIFEST ?= examples/tiny-cpu.yaml
 ARGS ?=
+# With ARGS="--only ..." name the paper.
+PAPERS ?= $(basename $(notdir $(wildcard benchmarks/papers/*.toml)))
 
 BIN := .venv/bin
 STAMPS := .venv/stamps
@@ -118,7 +120,8 @@ format: $(STAMPS)/dev
 	@$(BIN)/ruff format .
 
 bench-paper: $(STAMPS)/dev $(COMPILED)
-	@PYTHONPATH=build/compiled exec $(BIN)/python -m benchmarks.papers.run taichi --document docs/measurements/papers.md $(ARGS)
+	@for paper in $(PAPERS); do \
+		PYTHONPATH=build/compiled $(BIN)/python -m benchmarks.papers.run $$paper --document docs/measurements/papers.md $(ARGS); done
 
 bench: install model $(COMPILED)
 	@for program in $(filter-out benchmarks/papers/run.py,$(wildcard benchmarks/*/run.py)); do \
