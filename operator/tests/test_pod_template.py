@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice_operator.resources.pods.pod_template import (
+from sluice_operator.resources.pods.user_pod_template import (
     find_refused_affinity_terms,
     find_refused_fields,
     strategic_merge,

@@ -37,5 +37,3 @@ ports_option = click.option(
     callback=parse_ports,
     help="Ports to choose from.",
 )
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -7,7 +7,8 @@ import json
 
 import click
 
-from sluice_cli.commands.cluster_options import cluster_option, json_option
+from sluice_cli.commands.cluster_options import cluster_option
+from sluice_cli.commands.output_options import json_option
 from sluice_cli.local_cluster.cluster_directory import choose_cluster
 from sluice_cli.local_cluster.decision_log_client import fetch_decision_log
 from sluice_cli.local_cluster.status_reader import read_cluster_status

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from sluice_cli.commands.cluster_options import json_option
+from sluice_cli.commands.output_options import json_option
 from sluice_cli.commands.simulation_options import (
     POSITIVE,
     gpu_option,

@@ -16,7 +16,7 @@ from sluice_operator.resources.certificates import describe_security, locate_in_
 from sluice_operator.resources.commands import EngineSite, render_engine_command, render_engine_environment
 from sluice_operator.resources.pods import containers, rdma
 from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
-from sluice_operator.resources.pods.pod_template import strategic_merge
+from sluice_operator.resources.pods.user_pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from sluice_operator.resources.certificates import describe_security, locate_in_
 from sluice_operator.resources.commands import RouterSite, render_router_command
 from sluice_operator.resources.pods import containers
 from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
-from sluice_operator.resources.pods.pod_template import strategic_merge
+from sluice_operator.resources.pods.user_pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ROUTERS, compute_rollout_hash
 
 if TYPE_CHECKING:

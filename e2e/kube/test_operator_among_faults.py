@@ -1,8 +1,8 @@
 """The operator as a process among faults: a failing API server, silent watches, lost leases, broken pods and nodes.
 
 Requests go through ``FaultProxy``. kwok plays all nodes but one: that one has no kubelet, and its pods stay as the test
-writes them. ``test_crashes.py`` has the crashes. ``test_operator.py`` has children that were edited by hand, foreign
-objects, a killed control plane and clusters that were created anew.
+writes them. ``test_operator_crashes.py`` has the crashes. ``test_operator.py`` has children that were edited by hand,
+foreign objects, a killed control plane and clusters that were created anew.
 """
 
 from __future__ import annotations
