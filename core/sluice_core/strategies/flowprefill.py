@@ -21,7 +21,45 @@ from sluice_core.strategies.parameters import BATCH_TOKEN_BUDGET, EARLY_REJECTIO
 from sluice_core.strategies.roles import RoleEngine, RoleRouter
 
 
-class EventDrivenSelector(PrefillSelector):
+class OrderedSelector(PrefillSelector):
+    """The prompts of one engine in a ``SlackOrder``; its heirs select from it.
+
+    Args:
+        predictor: Predicts what is left of a prefill.
+        order: The order of prompts.
+    """
+
+    def __init__(self, predictor: PrefillPredictor, order: PrefillOrder) -> None:
+        self._order = SlackOrder(predictor, order)
+        self._prefills: dict[RequestId, QueuedPrefill] = {}
+        self._num_arrived = 0
+
+    def add(self, request_id: RequestId, *, arrival_s: float, ttft_slo_s: float, priority: int, tokens: int) -> None:
+        """See ``PrefillSelector.add``."""
+        self._num_arrived += 1
+        deadline_s = arrival_s + ttft_slo_s
+        prefill = QueuedPrefill(
+            request_id,
+            number=self._num_arrived,
+            deadline_s=deadline_s,
+            urgency_s=deadline_s - priority * PRIORITY_HEAD_START_S,
+            tokens=tokens,
+        )
+        self._prefills[request_id] = prefill
+        self._order.add(prefill)
+
+    def remove(self, request_id: RequestId) -> None:
+        """See ``PrefillSelector.remove``."""
+        prefill = self._prefills.pop(request_id, None)
+        if prefill is not None:
+            self._order.remove(prefill)
+
+    def rank_started(self) -> list[RequestId]:
+        """See ``PrefillSelector.rank_started``."""
+        return [prefill.request_id for prefill in self._order if prefill.num_computed_tokens]
+
+
+class EventDrivenSelector(OrderedSelector):
     """Algorithms 1 and 2 (FlowPrefill, section 5.2), for one engine.
 
     The execution E of Algorithm 2 is ``_running``: a request H and those batched with it. It is reconsidered when a
@@ -37,29 +75,17 @@ class EventDrivenSelector(PrefillSelector):
     def __init__(
         self, predictor: PrefillPredictor, batch_token_budget: int, order: PrefillOrder = PrefillOrder.S_EDF
     ) -> None:
+        super().__init__(predictor, order)
         self._predictor = predictor
         self._batch_token_budget = batch_token_budget
-        self._order = SlackOrder(predictor, order)
-        self._prefills: dict[RequestId, QueuedPrefill] = {}
         self._running: list[QueuedPrefill] = []
         self._selected: list[RequestId] = []
-        self._num_arrived = 0
         self._has_event = False
         self.num_suspended = 0
 
     def add(self, request_id: RequestId, *, arrival_s: float, ttft_slo_s: float, priority: int, tokens: int) -> None:
         """See ``PrefillSelector.add``: an arrival is an event."""
-        self._num_arrived += 1
-        deadline_s = arrival_s + ttft_slo_s
-        prefill = QueuedPrefill(
-            request_id,
-            number=self._num_arrived,
-            deadline_s=deadline_s,
-            urgency_s=deadline_s - priority * PRIORITY_HEAD_START_S,
-            tokens=tokens,
-        )
-        self._prefills[request_id] = prefill
-        self._order.add(prefill)
+        super().add(request_id, arrival_s=arrival_s, ttft_slo_s=ttft_slo_s, priority=priority, tokens=tokens)
         self._has_event = True
 
     def advance(self, request_id: RequestId, num_computed_tokens: int) -> None:
@@ -71,10 +97,10 @@ class EventDrivenSelector(PrefillSelector):
 
     def remove(self, request_id: RequestId) -> None:
         """See ``PrefillSelector.remove``: the end of a prefill is an event."""
-        prefill = self._prefills.pop(request_id, None)
+        prefill = self._prefills.get(request_id)
         if prefill is None:
             return
-        self._order.remove(prefill)
+        super().remove(request_id)
         if prefill in self._running:
             self._run([other for other in self._running if other is not prefill])
         self._has_event = True
@@ -85,10 +111,6 @@ class EventDrivenSelector(PrefillSelector):
             self._has_event = False
             self._reconsider(now, engine)
         return self._selected
-
-    def rank_started(self) -> list[RequestId]:
-        """See ``PrefillSelector.rank_started``."""
-        return [prefill.request_id for prefill in self._order if prefill.num_computed_tokens]
 
     def _reconsider(self, now: float, engine: EngineBatch) -> None:
         """Schedule once (Algorithm 2, lines 7 to 26)."""
@@ -125,7 +147,7 @@ class EventDrivenSelector(PrefillSelector):
         return batch
 
 
-class DeadlineSelector(PrefillSelector):
+class DeadlineSelector(OrderedSelector):
     """Fills every iteration by deadline: what FlowPrefill is compared with (section 6.1, DistServe-CP2K and -CP8K).
 
     Args:
@@ -133,33 +155,11 @@ class DeadlineSelector(PrefillSelector):
     """
 
     def __init__(self, predictor: PrefillPredictor) -> None:
-        self._order = SlackOrder(predictor, PrefillOrder.CHUNKED_EDF)
-        self._prefills: dict[RequestId, QueuedPrefill] = {}
-        self._num_arrived = 0
-
-    def add(self, request_id: RequestId, *, arrival_s: float, ttft_slo_s: float, priority: int, tokens: int) -> None:
-        """See ``PrefillSelector.add``."""
-        self._num_arrived += 1
-        deadline_s = arrival_s + ttft_slo_s
-        prefill = QueuedPrefill(
-            request_id,
-            number=self._num_arrived,
-            deadline_s=deadline_s,
-            urgency_s=deadline_s - priority * PRIORITY_HEAD_START_S,
-            tokens=tokens,
-        )
-        self._prefills[request_id] = prefill
-        self._order.add(prefill)
+        super().__init__(predictor, PrefillOrder.CHUNKED_EDF)
 
     def advance(self, request_id: RequestId, num_computed_tokens: int) -> None:
         """See ``PrefillSelector.advance``."""
         self._prefills[request_id].num_computed_tokens = num_computed_tokens
-
-    def remove(self, request_id: RequestId) -> None:
-        """See ``PrefillSelector.remove``."""
-        prefill = self._prefills.pop(request_id, None)
-        if prefill is not None:
-            self._order.remove(prefill)
 
     def select(self, now: float, engine: EngineBatch) -> list[RequestId]:  # noqa: ARG002 - its order does not change
         """See ``PrefillSelector.select``: no more than fill the largest iteration."""
@@ -171,10 +171,6 @@ class DeadlineSelector(PrefillSelector):
             selected.append(prefill.request_id)
             num_tokens += prefill.remaining_tokens
         return selected
-
-    def rank_started(self) -> list[RequestId]:
-        """See ``PrefillSelector.rank_started``."""
-        return [prefill.request_id for prefill in self._order if prefill.num_computed_tokens]
 
 
 class FlowPrefillEngine(RoleEngine):
