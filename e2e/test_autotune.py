@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-PORTS = "26500-26899"
+PORTS = "26711-26899"
+HTTP_PORT = 26710
 CHATS = Shape(prompt_tokens=40, output_tokens=200, rate_rps=4.0)
 SUMMARIES = Shape(prompt_tokens=3000, output_tokens=40, rate_rps=2.0)
 # Goodput in the simulator. With loose objectives, chats do as well with any chunk size (within 2 %). With tight ones
@@ -45,7 +46,7 @@ def make_manifest(example: dict[str, Any]) -> dict[str, Any]:
             "chunkSizes": {"prefillHeavy": 2048, "decodeHeavy": LARGE_TOKENS},
             "slo": LOOSE,
             "engine": {**spec["engine"], "emulation": {"gpu": "a100-80g", "model": "qwen2.5-14b"}},
-            "router": {"replicas": 1, "service": {"port": 26500}},
+            "router": {"replicas": 1, "service": {"port": HTTP_PORT}},
             "autotune": {
                 "mode": "Apply",
                 "cooldownSeconds": 1,

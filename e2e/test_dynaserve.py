@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-PORTS = "26800-27299"
-HTTP_PORT = 27300
+PORTS = "24600-25099"
+HTTP_PORT = 25100
 NUM_REQUESTS = 96
 NUM_STREAMS = 12  # at a time
 

@@ -12,7 +12,7 @@ from sluice_core.records import FlowParameters, Slo
 from sluice_core.scheduling.slack_order import PrefillPredictor
 from sluice_core.sim.cell import Arrival, Cell, FailEvent, SimOptions
 from sluice_core.sim.requests import RequestState
-from sluice_core.sim.simulation import Simulation
+from sluice_core.sim.simulation import Simulation, Steering
 from sluice_core.sim.timeline import Timeline
 
 CHUNK, OPERATORS, BUDGET = 2048, 240, 1500
@@ -215,21 +215,18 @@ def test_an_urgent_prompt_waits_for_an_operator_and_not_for_an_iteration():
 def test_what_has_stopped_counts_as_queued():
     arrivals = [Arrival(at_s=0.0, prompt_tokens=2000, output_tokens=1, slo=Slo(ttft_s=9.0, tpot_s=1.0))]
     arrivals += [Arrival(at_s=0.05, prompt_tokens=50, output_tokens=1, slo=Slo(ttft_s=0.2, tpot_s=1.0))]
-    arrivals += [Arrival(at_s=0.06, prompt_tokens=60, output_tokens=1, slo=Slo(ttft_s=8.0, tpot_s=1.0))]
-    simulation = Simulation(make_cell(), arrivals)
-    seen = []
-    submit = simulation._submit
+    seen = {}
 
-    def note(request, router, engine):
-        load = engine.report_load(simulation.now)
-        seen.append((load.queued_requests, load.queued_prefill_tokens))
-        submit(request, router, engine)
+    def note(simulation):
+        prefills = simulation.engines[0].prefills
+        seen[round(simulation.now, 3)] = (prefills.num_queued, prefills.queued_tokens)
+        return []
 
-    simulation._submit = note
-    assert simulation.run()
+    assert Simulation(make_cell(), arrivals, steering=Steering(interval_s=0.02, steer=note)).run()
     whole_s = A100_14B.estimate_iteration_s(2000, 1, 2000, 2e6, 0, 0)
-    assert seen[:2] == [(0, 0), (0, 0)]
-    assert seen[2] == (1, pytest.approx(2000 * (1 - 0.05 / whole_s), abs=2000 / OPERATORS))
+    assert seen[0.04] == (0, 0)  # all of it is in the iteration under way
+    assert seen[0.06] == (1, pytest.approx(2000 * (1 - 0.05 / whole_s), abs=2 * 2000 / OPERATORS))
+    assert seen[0.1] == (0, 0)
 
 
 @pytest.mark.parametrize(
