@@ -167,18 +167,7 @@ def make_plan(
     roles = stored.roles
     ending = {pod.engine_id for pod in pods if pod.is_ending and pod.engine_id in roles}
     staying = [pod for pod in pods if pod.is_present and pod.engine_id not in victims]
-    assigned: dict[EngineId, Role] = {}
-    # Requests stay within a model: its engines have both roles among themselves.
-    for model in sorted({switch.find_model(pod) if switch else "" for pod in staying}):
-        fleet = [pod for pod in staying if not switch or switch.find_model(pod) == model]
-        assigned |= decide_roles(
-            roles,
-            serving=sorted(pod.engine_id for pod in fleet if pod.is_ready),
-            away=sorted(pod.engine_id for pod in fleet if not pod.is_ready),
-            sliders=resolve_sliders(cluster.spec),
-            replicas=cluster.spec.replicas,
-            loads=count_loads(reports),
-        )
+    assigned = _assign_roles(cluster, roles, staying, reports, switch)
     # An engine that never had a role serves with the D-heavy setting, and drains like the others.
     gone = {engine_id: roles.get(engine_id, Role.DECODE_HEAVY) for engine_id in (*ending, *victims)}
     uid = cluster.metadata.uid
@@ -193,3 +182,25 @@ def make_plan(
     if stored.plan is not None and stored.plan.generation == highest and render(highest) == stored.plan:
         return stored.plan
     return render(highest + 1)
+
+
+def _assign_roles(
+    cluster: ServingCluster,
+    roles: Mapping[EngineId, Role],
+    staying: Sequence[Pod],
+    reports: Mapping[EngineId, EngineReport],
+    switch: ModelSwitch | None,
+) -> dict[EngineId, Role]:
+    """Assigns roles within each model: requests stay within a model, so its engines have both among themselves."""
+    assigned: dict[EngineId, Role] = {}
+    for model in sorted({switch.find_model(pod) if switch else "" for pod in staying}):
+        fleet = [pod for pod in staying if not switch or switch.find_model(pod) == model]
+        assigned |= decide_roles(
+            roles,
+            serving=sorted(pod.engine_id for pod in fleet if pod.is_ready),
+            away=sorted(pod.engine_id for pod in fleet if not pod.is_ready),
+            sliders=resolve_sliders(cluster.spec),
+            replicas=cluster.spec.replicas,
+            loads=count_loads(reports),
+        )
+    return assigned
