@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, plan_pb2
-from sluice_operator.api.names import COMPONENT_LABEL, ENGINE, MODEL_LABEL
-from sluice_operator.kubernetes.interface import PODS
+from sluice_operator.api.names import COMPONENT_LABEL, ENGINE, MODEL_LABEL, ROUTER
+from sluice_operator.kubernetes.interface import PODS, name_of
 from sluice_operator.routers.connections import NO_NAMES
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ class FakeRouters:
 
     def _find_model(self, key: ClusterKey, name: str) -> str:
         """Model of a router, by its pod: it uses the engines of that model."""
-        return str(self.kubernetes.find(PODS, name, key.namespace)["metadata"]["labels"].get(MODEL_LABEL, ""))
+        pods = self.kubernetes.select(PODS, key.namespace, {COMPONENT_LABEL: ROUTER})
+        return str(next(pod["metadata"]["labels"].get(MODEL_LABEL, "") for pod in pods if name_of(pod) == name))
 
     def _describe(self, key: ClusterKey, name: str, address: str) -> control_pb2.GetStatusResponse:
         plan = self.plans.get(address, plan_pb2.Plan())
