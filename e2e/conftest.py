@@ -38,6 +38,13 @@ def known(models: Path) -> list[tuple[workload.Request, workload.Answer]]:
 
 
 @pytest.fixture(scope="session")
+def known_long(models: Path) -> list[tuple[workload.Request, workload.Answer]]:
+    """The same with longer answers: while a move copies, its request decodes on for dozens of iterations."""
+    requests = workload.make_requests(NUM_REQUESTS, tokens_per_hop=96)
+    return list(zip(requests, workload.answers(models / "tiny", requests, ROOT / ".sluice" / "e2e"), strict=True))
+
+
+@pytest.fixture(scope="session")
 def example() -> dict[str, Any]:
     """The example manifest."""
     manifest: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())

@@ -52,24 +52,25 @@ async def run_all(
 
 
 async def test_moved_requests_have_the_tokens_of_stock_vllm(
-    cluster: Cluster, known: list[tuple[Request, Answer]]
+    cluster: Cluster, known_long: list[tuple[Request, Answer]]
 ) -> None:
-    assert len(known) >= 200
+    assert len(known_long) >= 200
     hops: Counter[int] = Counter()
     engines = sorted(cluster.processes("engine"))
     async with cluster.client() as client:
-        await run_all(client, known, engines, hops)
+        await run_all(client, known_long, engines, hops)
     print(f"requests by number of hops: {dict(sorted(hops.items()))}")
-    assert sum(hops.values()) == len(known)
+    assert sum(hops.values()) == len(known_long)
     assert all(hops[count] >= 2 for count in range(MAX_HOPS + 1)), hops
 
 
-async def test_two_routers_share_the_engines(cluster: Cluster, known: list[tuple[Request, Answer]]) -> None:
+async def test_two_routers_share_the_engines(cluster: Cluster, known_long: list[tuple[Request, Answer]]) -> None:
     hops: Counter[int] = Counter()
     engines = sorted(cluster.processes("engine"))
     async with cluster.client("router-0") as first, cluster.client("router-1") as second:
         await asyncio.gather(
-            run_all(first, known[:60], engines, hops, seed=2), run_all(second, known[60:120], engines, hops, seed=3)
+            run_all(first, known_long[:60], engines, hops, seed=2),
+            run_all(second, known_long[60:120], engines, hops, seed=3),
         )
     assert sum(hops.values()) == 120
     assert sum(count for hop, count in hops.items() if hop) >= 40

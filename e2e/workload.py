@@ -79,17 +79,17 @@ class Answer:
     logprobs: list[float] | None
 
 
-def make_requests(count: int, *, seed: int = 5) -> list[Request]:
+def make_requests(count: int, *, tokens_per_hop: int = 32, seed: int = 5) -> list[Request]:
     """Make ``count`` requests: every prompt length with every kind of sampling before any pair repeats.
 
-    The more hops a test may request for one (``index % 5``), the longer its answer.
+    The more hops a test may request for one (``index % 5``), the longer its answer: by ``tokens_per_hop``.
     """
     rng = random.Random(seed)
     pairs = [(length, kind) for kind in SAMPLING for length in PROMPT_LENGTHS]
     requests = []
     for index in range(count):
         length, kind = pairs[index % len(pairs)]
-        sampling = {"max_tokens": 56 + 32 * (index % 5), "ignore_eos": True, **SAMPLING[kind]}
+        sampling = {"max_tokens": 56 + tokens_per_hop * (index % 5), "ignore_eos": True, **SAMPLING[kind]}
         if "seed" in sampling:
             sampling["seed"] += index
         prompt = make_prompt(length, rng)
