@@ -2,9 +2,6 @@
 
     .venv/bin/python .ci/checks.py [PYTEST_ARGUMENT...]
 
-Two lanes of steps run side by side. Tests of whole clusters mostly wait, for engines that start and streams that end:
-they have the processors first. All else takes what they leave. What a step prints comes at its end.
-
 A failed check does not hide the next one. At its limit a step is stopped, says where it stood, and has failed. The last
 line counts what passed, failed and was skipped, each test by itself.
 """
@@ -18,12 +15,8 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from steps import Counts, end_steps, end_steps_with_this_process, run_limited, run_pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from steps import Counts, end_steps_with_this_process, run_limited, run_pytest
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -37,23 +30,19 @@ PACKAGES = (
 )
 # Unit tests start no engine. They run on all cores, since each test has its own ports and folders.
 UNIT_TESTS = (
-    (".ci/tests",),
-    ("core/tests",),
-    ("protos/tests",),
-    ("operator/tests",),
-    ("cli/tests",),
-    ("router/tests",),
-    ("benchmarks/tests",),
-    ("docs/tests", "-m", "not engine"),
+    ".ci/tests",
+    "core/tests",
+    "protos/tests",
+    "operator/tests",
+    "cli/tests",
+    "router/tests",
+    "benchmarks/tests",
 )
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
 # These start engines by the file, on two cores; each worker has ports of its own.
 ENGINE_TESTS = ("--numprocesses=2", "--dist=loadfile", "engine_image/tests")
-# These start clusters, one at a time, on ports that no other test has.
-CLUSTER_TESTS = ("e2e", "docs/tests/test_documents.py")
-CLUSTER_PORTS = {"SLUICE_PORT_RANGE": "28000-31999"}
-# Of the steps beside clusters: they get a quarter where both want a processor, so none of their tests waits too long.
-NICENESS = 5
+# These start clusters, which need every core, so they run one at a time.
+CLUSTER_TESTS = ("e2e", "docs/tests")
 # Limits of steps, several times what they take on two quiet cores.
 CHECK_LIMIT_S = 900.0
 UNIT_TESTS_LIMIT_S = 1200.0
@@ -124,7 +113,6 @@ def run_check(name: str, folder: str, command: tuple[str, ...]) -> bool:
             [BIN / program, *arguments],
             limit_s=CHECK_LIMIT_S,
             environment=dict(os.environ),
-            niceness=NICENESS,
             cwd=ROOT / folder,
             stdout=output,
             stderr=output,
@@ -137,66 +125,10 @@ def run_check(name: str, folder: str, command: tuple[str, ...]) -> bool:
     return status == 0
 
 
-def run_tests(
-    arguments: Sequence[str], *, limit_s: float, environment: dict[str, str] | None = None, niceness: int = NICENESS
-) -> Counts:
-    """Runs tests, and prints what they printed at their end."""
-    started = time.monotonic()
-    with tempfile.TemporaryFile() as output:
-        try:
-            return run_pytest(
-                ["--durations=10", *arguments],
-                limit_s=limit_s,
-                folder=ROOT,
-                environment=environment,
-                output=output,
-                niceness=niceness,
-            )
-        finally:
-            output.seek(0)
-            text = output.read().decode(errors="replace")
-            print(f"tests  {' '.join(arguments)} ({time.monotonic() - started:.1f} s)\n{text}", end="", flush=True)
-
-
-def run_clusters() -> Counts:
-    """Runs the lane of clusters."""
-    counts = Counts()
-    for folder in CLUSTER_TESTS:
-        counts.add(run_tests([folder], limit_s=ENGINE_TESTS_LIMIT_S, environment=CLUSTER_PORTS, niceness=0))
-    return counts
-
-
-def run_checks() -> Counts:
-    """Runs the checks that are no tests."""
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        verdicts = list(threads.map(lambda check: run_check(*check), CHECKS))
-    return Counts(passed=sum(verdicts), failed=len(verdicts) - sum(verdicts))
-
-
-def run_all_else() -> Counts:
-    """Runs the other lane: checks, unit tests, the compiled core, engines."""
-    counts = run_checks()
-    for arguments in UNIT_TESTS:
-        counts.add(run_tests([*ON_ALL_CORES, *arguments], limit_s=UNIT_TESTS_LIMIT_S))
-    on_wheel = {"PYTHONPATH": str(COMPILED)}
-    counts.add(run_tests([*ON_ALL_CORES, *COMPILED_TESTS], limit_s=UNIT_TESTS_LIMIT_S, environment=on_wheel))
-    # Processes of their own: the engines' tests fork, which is unsafe in a process that has used gRPC.
-    counts.add(run_tests(ENGINE_TESTS, limit_s=ENGINE_TESTS_LIMIT_S))
-    return counts
-
-
-def run_side_by_side() -> Counts:
-    """Runs both lanes; what ends this process ends their steps."""
-    counts = Counts()
-    with ThreadPoolExecutor() as threads:
-        lanes = [threads.submit(run_clusters), threads.submit(run_all_else)]
-        try:
-            for lane in lanes:
-                counts.add(lane.result())
-        except BaseException:
-            end_steps()
-            raise
-    return counts
+def run_tests(arguments: list[str], *, limit_s: float, on_wheel: bool = False) -> Counts:
+    """Runs tests, of the checkout or of the wheel's core."""
+    environment = {"PYTHONPATH": str(COMPILED)} if on_wheel else None
+    return run_pytest(["--durations=10", *arguments], limit_s=limit_s, folder=ROOT, environment=environment)
 
 
 def main() -> None:
@@ -205,11 +137,19 @@ def main() -> None:
     end_steps_with_this_process()
     # A step that is stopped shall leave stacks, not core files.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        verdicts = list(threads.map(lambda check: run_check(*check), CHECKS))
+    counts = Counts(passed=sum(verdicts), failed=len(verdicts) - sum(verdicts))
     if sys.argv[1:]:
-        counts = run_checks()
-        counts.add(run_pytest(["--durations=10", *sys.argv[1:]], limit_s=ENGINE_TESTS_LIMIT_S, folder=ROOT))
+        counts.add(run_tests(sys.argv[1:], limit_s=ENGINE_TESTS_LIMIT_S))
     else:
-        counts = run_side_by_side()
+        for folder in UNIT_TESTS:
+            counts.add(run_tests([*ON_ALL_CORES, folder], limit_s=UNIT_TESTS_LIMIT_S))
+        counts.add(run_tests([*ON_ALL_CORES, *COMPILED_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
+        # Processes of their own: the engines' tests fork, which is unsafe in a process that has used gRPC.
+        counts.add(run_tests([*ENGINE_TESTS], limit_s=ENGINE_TESTS_LIMIT_S))
+        for folder in CLUSTER_TESTS:
+            counts.add(run_tests([folder], limit_s=ENGINE_TESTS_LIMIT_S))
     print(*(f"skipped  {skip}" for skip in counts.skips), sep="\n")
     print(counts)
     sys.exit(1 if counts.failed else 0)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ DUMP_S = 5.0
 # Names the file in which conftest.py keeps the tests that have begun and not ended.
 RUNNING_TESTS = "SLUICE_RUNNING_TESTS"
 _processes: set[subprocess.Popen[bytes]] = set()
-_is_ending = threading.Event()
 
 
 @dataclass(kw_only=True)
@@ -46,9 +44,7 @@ class Counts:
         return f"{self.passed} passed, {self.failed} failed, {len(self.skips)} skipped"
 
 
-def run_limited(
-    command: Sequence[Any], *, limit_s: float, environment: dict[str, str], niceness: int = 0, **options: Any
-) -> int:
+def run_limited(command: Sequence[Any], *, limit_s: float, environment: dict[str, str], **options: Any) -> int:
     """Runs a command in a process group of its own, and ends the whole group at the limit.
 
     At the limit every Python process of the group prints the stacks of its threads to its standard error.
@@ -57,7 +53,6 @@ def run_limited(
         command: Program and arguments.
         limit_s: Seconds.
         environment: Its environment variables.
-        niceness: How far it stands back behind other commands, as ``nice`` counts.
         options: Further arguments of ``subprocess.Popen``.
 
     Returns:
@@ -67,9 +62,6 @@ def run_limited(
     process = subprocess.Popen(command, env=environment, start_new_session=True, **options)
     _processes.add(process)
     try:
-        if _is_ending.is_set():
-            _end(process)
-        _stand_back(process.pid, niceness)
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         print(f"STOPPED at its limit of {limit_s:g} s: {' '.join(map(str, command))}", flush=True)
@@ -80,25 +72,6 @@ def run_limited(
         raise
     finally:
         _processes.discard(process)
-
-
-def _stand_back(leader: int, niceness: int) -> None:
-    """Lowers the priority of a session that has just begun."""
-    if not niceness:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        os.setpriority(os.PRIO_PROCESS, leader, niceness)
-    # Where Linux shares the processors out by session, `nice` counts within a session alone.
-    group = Path(f"/proc/{leader}/autogroup")
-    for _ in range(20):
-        try:
-            group.write_text(str(niceness))
-        except BlockingIOError:  # not more than ten changes a second
-            time.sleep(0.1)
-        except OSError:  # the kernel has no such groups, or the session has ended
-            return
-        else:
-            return
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -132,17 +105,11 @@ def end_steps_with_this_process() -> None:
     """Makes SIGTERM end the running steps, where they stand, before this process."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
-        end_steps()
+        for process in list(_processes):
+            _end(process)
         sys.exit("ended by SIGTERM")
 
     signal.signal(signal.SIGTERM, end)
-
-
-def end_steps() -> None:
-    """Ends the running steps of every thread, where they stand; steps that begin later end at once."""
-    _is_ending.set()
-    for process in list(_processes):
-        _end(process)
 
 
 def run_pytest(
@@ -152,7 +119,6 @@ def run_pytest(
     folder: Path,
     environment: dict[str, str] | None = None,
     output: IO[bytes] | None = None,
-    niceness: int = 0,
 ) -> Counts:
     """Runs tests and shows their progress; at the limit it says which of them ran, and counts a failure.
 
@@ -162,7 +128,6 @@ def run_pytest(
         folder: Where it runs.
         environment: Further environment variables.
         output: Where it prints; on standard output if None.
-        niceness: As of ``run_limited``.
     """
     with tempfile.TemporaryDirectory() as scratch:
         report, running = Path(scratch) / "report.xml", Path(scratch) / "running"
@@ -170,7 +135,6 @@ def run_pytest(
             [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments],
             limit_s=limit_s,
             environment={**os.environ, **(environment or {}), RUNNING_TESTS: str(running)},
-            niceness=niceness,
             cwd=folder,
             stdout=output,
         )
