@@ -82,6 +82,11 @@ class Cluster:
         kind = name.split("-", maxsplit=1)[0]
         return int(self.processes(kind)[name]["pid"])
 
+    def wait_replaced(self, name: str, pid: int) -> None:
+        """Wait until an engine is another process than ``pid``, whose end the launcher may notice late, and all serve."""
+        self.wait(f"another process is {name}", lambda _: self.processes("engine").get(name, {}).get("pid", pid) != pid)
+        self.wait_ready()
+
     def address(self, router: str = "router-0", port: str = "grpc") -> str:
         """Returns host:port of a router."""
         return f"127.0.0.1:{self.processes('router')[router]['ports'][port]}"
