@@ -83,7 +83,7 @@ class Cluster:
         return int(self.processes(kind)[name]["pid"])
 
     def wait_replaced(self, name: str, pid: int) -> None:
-        """Wait until an engine is another process than ``pid``, whose end the launcher may notice late, and all serve."""
+        """Wait until an engine is another process than ``pid``, whose end is noticed a little later, and all serve."""
         self.wait(f"another process is {name}", lambda _: self.processes("engine").get(name, {}).get("pid", pid) != pid)
         self.wait_ready()
 
