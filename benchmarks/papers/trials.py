@@ -81,15 +81,17 @@ class PaperResult:
 
 
 def _make_workload(trial: PaperTrial) -> PoissonWorkload:
-    ttft_s = dict(trial.class_ttft_s)
-    rows = [
-        replace(
-            row,
-            ttft_slo_s=ttft_s.get(row.slo_class, row.ttft_slo_s),
-            output_tokens=trial.output_tokens or row.output_tokens,
-        )
-        for row in load_rows(trial.trace)
-    ]
+    rows = load_rows(trial.trace)
+    if trial.class_ttft_s or trial.output_tokens:
+        ttft_s = dict(trial.class_ttft_s)
+        rows = [
+            replace(
+                row,
+                ttft_slo_s=ttft_s.get(row.slo_class, row.ttft_slo_s),
+                output_tokens=trial.output_tokens or row.output_tokens,
+            )
+            for row in rows
+        ]
     return PoissonWorkload(rows, trial.spec.slo, trial.seed)
 
 

@@ -65,7 +65,9 @@ class Timeline:
 
     def note_interrupt(self, engine: SimEngine, now: float) -> None:
         """Note that the iteration under way on an engine has stopped at ``now``."""
-        number = max(i for i, span in enumerate(self.iterations) if span.engine_id == engine.engine_id)
+        number = len(self.iterations) - 1
+        while self.iterations[number].engine_id != engine.engine_id:
+            number -= 1
         span = self.iterations[number]
         self.iterations[number] = span._replace(duration_s=now - span.start_s)
 
