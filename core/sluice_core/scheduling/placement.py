@@ -32,6 +32,7 @@ from sluice_core.scheduling.holding import get_urgency
 
 MAX_RECORDED_ENGINES: Final = 64  # per decision: those with the shortest queues, and the chosen one
 NUM_RECORDS: Final = 4096  # decisions kept for explanations
+_INFINITY: Final = math.inf  # looking it up in the module costs as much as a few engines of the walk
 CACHED_TOKEN_WEIGHT: Final = 8.0  # queued prefill tokens that a cached token of the prompt makes up for
 _MAX_TIE_DRAWS: Final = 8  # random picks among tied engines before all of them are checked
 
@@ -296,7 +297,7 @@ class AssignPass:
         self.now = now
         self.engines = engines
         self.chosen: Entry | None = None
-        self._least_kv_held = math.inf
+        self._least_kv_held = _INFINITY
         self._is_blocked_by_kv = False
         self._holds: set[str] = set()
 
@@ -341,7 +342,7 @@ class AssignPass:
         arithmetic, does not already exclude the engine.
         """
         now, tokens = self.now, request.prompt_tokens
-        least_late, least_late_s = -1, math.inf  # an infeasible engine is done at the deadline or later
+        least_late, least_late_s = -1, _INFINITY  # an infeasible engine is done at the deadline or later
         for position, entry in enumerate(candidates):
             (
                 _queued_tokens,
@@ -388,16 +389,19 @@ class AssignPass:
             The engine; None: ``plain`` is as good.
         """
         best: Entry | None = None
-        least = math.inf
+        least = _INFINITY
         if plain is not None:
             least = plain[0] - CACHED_TOKEN_WEIGHT * request.cached_tokens.get(get_view(plain).engine_id, 0)
+        engines, excluded = self.engines, request.excluded
         for engine_id, cached in request.cached_tokens.items():
-            state = self.engines.peek(engine_id)
+            state = engines.peek(engine_id)
             entry = None if state is None else state.entry
-            if entry is None or engine_id in request.excluded:
+            if entry is None:
                 continue
             score = entry[0] - CACHED_TOKEN_WEIGHT * cached
-            if score < least and self.is_feasible(request, get_view(entry), deadline_s):
+            if score >= least or (excluded and engine_id in excluded):
+                continue
+            if self.is_feasible(request, get_view(entry), deadline_s):
                 best, least = entry, score
         return best
 
@@ -504,7 +508,7 @@ def _estimate(now: float, request: PrefillRequest, view: EngineView) -> tuple[fl
     """
     prompt_tokens, tokens = request.prompt_tokens, _count_uncached(request, view.engine_id)
     if view.room_tokens <= 0:
-        return math.inf, math.inf, 0.0
+        return _INFINITY, _INFINITY, 0.0
     execute_s = (
         view.per_token_s * tokens
         + view.per_work_s * compute_attention_work(tokens, prompt_tokens - tokens)
