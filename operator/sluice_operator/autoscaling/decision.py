@@ -8,9 +8,12 @@ so many were wanted throughout the one window, fewer only when no more were want
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from sluice_core.planning.capacity_curve import CapacityCurve
 from sluice_core.planning.demand_forecast import DemandForecast
+
+if TYPE_CHECKING:
+    from sluice_core.planning.capacity_curve import CapacityCurve
 
 # What waits at the routers is to be gone within so long, beside what arrives.
 BACKLOG_S = 30.0
