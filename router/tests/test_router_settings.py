@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, IterationShape, Role
 from sluice_core.scheduling.engine_table import EngineConfig
 from sluice_router import errors
