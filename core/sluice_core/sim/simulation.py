@@ -40,13 +40,13 @@ from sluice_core.sim.cluster import (
     TRANSFER_END,
     SimCluster,
 )
-from sluice_core.sim.cut_prompts import CutPrompts
 from sluice_core.sim.deadlines import TtftDeadlines
 from sluice_core.sim.engine.operator_interrupts import find_interrupt_s, interrupt
 from sluice_core.sim.engine.sim_engine import SimEngine
-from sluice_core.sim.grant_queue import GrantQueue
-from sluice_core.sim.hand_offs import SimHandOffs, SimMove
 from sluice_core.sim.known_prefixes import KnownPrefixes
+from sluice_core.sim.moves.cut_prompts import CutPrompts
+from sluice_core.sim.moves.grant_queue import GrantQueue
+from sluice_core.sim.moves.hand_offs import SimHandOffs, SimMove
 from sluice_core.sim.requests import RequestState, SimRequest, find_expired
 from sluice_core.sim.routers import SimRouter
 from sluice_core.sim.timeline import Timeline
