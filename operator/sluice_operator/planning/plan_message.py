@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from sluice_core.records import EngineId, Role
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.api.spec import ModelSpec
+    from sluice_operator.api.spec import ModelSpec, SpecFields
 
 
 def render_plan(
@@ -72,5 +72,14 @@ def render_plan(
             for model in models
         ],
         num_routers=spec.router.replicas,
+        hold_seconds=count_hold_seconds(spec),
         owner_limits=[plan_pb2.OwnerLimits(**limits.model_dump(by_alias=False)) for limits in spec.router.auth.limits],
     )
+
+
+def count_hold_seconds(spec: SpecFields) -> int:
+    """Counts the seconds that routers hold a request while there is to be no engine; 0 where there always is one."""
+    scaling = spec.autoscaling
+    if scaling.mode != "Apply" or scaling.min_replicas:
+        return 0
+    return scaling.hold_timeout_seconds or spec.engine.startup_timeout_seconds

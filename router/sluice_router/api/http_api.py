@@ -117,7 +117,9 @@ class HttpApi:
         self.metrics = EdgeMetrics(self.slow_readers)
         plane.registry.register(self.metrics)
         self._preparer = RequestPreparer(plane, text, self.metrics)
-        self._answers = HttpAnswers(plane, text, self.slow_readers, self._settings.stream_interval_tokens)
+        self._answers = HttpAnswers(
+            plane, text, self.slow_readers, self._settings.stream_interval_tokens, self._settings.comment_interval_s
+        )
         # With keys, what is counted of one owner is not another's to read: a scraper has a port of its own.
         self._info_endpoints = InfoEndpoints(
             plane, text, hidden=frozenset({METRICS_PATH}) if access.keys is not None else frozenset()

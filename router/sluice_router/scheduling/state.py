@@ -47,6 +47,7 @@ class RequestQueues:
         kept: Those whose prefill has ended and whose KV waits for an engine that decodes, first come first.
         deadlines: Heap of (deadline, request).
         last_assign_s: When placement last ran for all waiting requests.
+        held_s: When requests were held last, because there was to be no engine until one came.
     """
 
     live: dict[RequestId, LiveRequest] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class RequestQueues:
     kept: dict[RequestId, LiveRequest] = field(default_factory=dict)
     deadlines: list[tuple[float, RequestId]] = field(default_factory=list)
     last_assign_s: float = float("-inf")
+    held_s: float = float("-inf")
 
     def find(self, request_id: str) -> LiveRequest | None:
         """Finds a request by the router's id, or by the client's; for people, not for the token path."""
@@ -96,6 +98,12 @@ class ActivePlan:
     policy: RouterPolicy | None = None
     model: str = ""
     max_model_len_tokens: int = 0
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether there is to be no engine until a request comes, which is held until one serves."""
+        plan = self.plan
+        return plan is not None and plan.hold_s > 0.0 and all(part.is_draining for part in plan.engines.values())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -272,6 +280,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "kept": ("migration", ""),
     "deadlines": ("admission", ""),
     "last_assign_s": ("admission", ""),
+    "held_s": ("admission", ""),
     # EnginePool
     "connected": ("engine_registry failover", "a stream begins in the registry and is lost in failover"),
     "endpoints": ("engine_registry", ""),
