@@ -146,7 +146,7 @@ def stream(cluster: PodCluster) -> list[str]:
     address = cluster.read("service/tiny-router")["spec"]["clusterIP"]
     body = {"model": "tiny", "stream": True, "max_tokens": 8, "ignore_eos": True, "prompt": "Hello"}
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"http://{address}:8000/v1/completions", json.dumps(body).encode(), headers)  # noqa: S310 - http
-    with urllib.request.urlopen(request, timeout=300) as answer:  # noqa: S310 - http
+    request = urllib.request.Request(f"http://{address}:8000/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=300) as answer:
         lines = [line.decode().strip() for line in answer]
     return [line for line in lines if line]

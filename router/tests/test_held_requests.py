@@ -8,7 +8,7 @@ import json
 import pytest
 from data_plane_harness import Harness
 from edge_fakes import FakePlane, connect, read_until, request_bytes, say
-from fake_engine import PARAMETERS, expected_output, make_plan
+from fake_engine import expected_output, make_plan
 
 from sluice_router.api.http_api import HttpApi
 from sluice_router.api.http_settings import HttpSettings
@@ -86,15 +86,23 @@ def test_the_usual_wait_begins_when_an_engine_is_to_serve():
     assert isinstance(response_stream.error, NoEngineError)
 
 
-def test_a_held_request_is_not_rejected_for_the_time_in_which_there_was_no_engine():
-    parameters = {**PARAMETERS, "early_rejection": "Reject"}
-    harness = make_holding(strategy_parameters=parameters)
-    streams = [harness.admit(2000, 8)[1] for _ in range(40)]
+def test_for_placement_and_early_rejection_a_held_request_arrived_when_it_was_held_last(monkeypatch):
+    harness = make_holding()
+    harness.admit()
     harness.clock.advance(100.0)
     harness.router.tick()
-    start(harness, strategy_parameters=parameters)
-    harness.run(2000)
-    assert [stream.error for stream in streams] == [None] * 40
+    held_s = harness.clock.now_s
+    harness.clock.advance(1.0)
+    harness.router.apply_plan(make_plan(ONE, generation=2, hold_seconds=HOLD_S))
+    policy, seen = harness.state.active.policy, []
+    assign = policy.assign
+    monkeypatch.setattr(
+        policy, "assign", lambda now, waiting, table: seen.extend(waiting) or assign(now, waiting, table)
+    )
+    harness.attach("d0")
+    harness.admit()
+    harness.run()
+    assert [request.arrival_s for request in seen[-2:]] == [held_s, held_s + 1.0]
     harness.assert_idle()
 
 
