@@ -28,15 +28,16 @@ def test_a_steady_rate_is_forecast_as_it_is():
 
 
 def test_growth_is_carried_on_for_as_long_as_an_engine_takes_to_start():
-    """0.01 requests/s more in each second, for 120 s beyond the mean of the last 60 s."""
-    demand = feed(DemandForecast(lead_s=120.0), [2.0 + 0.15 * number for number in range(40)])
-    assert demand.forecast_rps == pytest.approx(demand.level_rps + 0.15 / BIN_S * 120.0)
+    """0.01 requests/s more in each second, for 120 s beyond the middle of the last 150 s."""
+    demand = feed(DemandForecast(lead_s=120.0), [20.0 + 0.15 * number for number in range(40)])
+    assert demand.level_rps == pytest.approx(20.0 + 0.15 * 34.5)
+    assert demand.forecast_rps == pytest.approx(demand.level_rps + 0.15 / BIN_S * (120.0 + 75.0))
 
 
 def test_a_trend_needs_a_history_and_has_a_limit():
     few = feed(DemandForecast(lead_s=600.0), [1.0, 2.0, 4.0])
     assert few.forecast_rps == few.level_rps
-    steep = feed(DemandForecast(lead_s=600.0), [0.1 * number for number in range(40)])
+    steep = feed(DemandForecast(lead_s=600.0), [0.1 * number for number in range(60)])
     assert steep.forecast_rps == pytest.approx(1.5 * steep.level_rps)
 
 
@@ -44,8 +45,19 @@ def test_headroom_is_what_forecasts_lacked():
     """Bursts that no trend foresees are learned: after an hour the headroom covers most of them."""
     assert DemandForecast(lead_s=60.0).headroom == pytest.approx(1.2)
     burst = [4.0] * 16 + [6.0] * 8
-    demand = feed(DemandForecast(lead_s=60.0), burst * 12)
-    assert 1.2 < demand.headroom < 1.6
+    demand = feed(DemandForecast(lead_s=60.0, quantile=0.9), burst * 12)
+    assert 1.1 < demand.headroom < 1.5
+
+
+def test_one_jump_does_not_cost_headroom_for_hours():
+    demand = feed(DemandForecast(lead_s=120.0), [1.0] * 30 + [9.0] * 20 + [1.0] * 20)
+    assert demand.headroom <= 1.5
+
+
+def test_a_jump_counts_within_a_minute_and_chance_does_not():
+    steady = feed(DemandForecast(lead_s=30.0), [9.0] * 40)
+    assert feed(steady, [18.0] * 4).level_rps == pytest.approx(18.0)
+    assert feed(steady, [10.0] * 4).level_rps == pytest.approx(9.4)
 
 
 def test_a_late_call_spreads_what_it_brings():
