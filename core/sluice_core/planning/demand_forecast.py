@@ -37,7 +37,7 @@ class DemandForecast:
     """
 
     lead_s: float
-    quantile: float = 0.75
+    quantile: float = 0.85
     counts: tuple[float, ...] = ()
     bin_start_s: float | None = None
     bin_count: float = 0.0
