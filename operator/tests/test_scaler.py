@@ -9,6 +9,7 @@ from scaler_harness import Scaled
 from test_operator_faults import Crash, CrashOnce
 from tuner_harness import BOUNDS
 
+from sluice.v1 import control_pb2
 from sluice_operator.api.names import SCALE_ANNOTATION
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autoscaling.stored_scale import StoredScale
@@ -91,6 +92,13 @@ async def test_disabling_returns_to_the_engines_of_the_spec() -> None:
     assert "autoscaling" not in scaled.world.status
     assert scaled.condition == ("False", "Off")
     assert scaled.world.kubernetes.find(CONFIG_MAPS, "tiny-plan")["metadata"]["annotations"][SCALE_ANNOTATION] == ""
+
+
+async def test_routers_that_do_not_count_what_arrives_take_no_engine_away() -> None:
+    scaled = Scaled(spec={"replicas": 4})
+    scaled.world.routers.counters[:] = [control_pb2.ClassCounters(num_finished=100)]
+    assert set(await scaled.run(700.0)) == {4}
+    assert "older than the operator" in scaled.world.message("Autoscaled")
 
 
 async def test_more_than_all_engines_serve_is_said() -> None:
