@@ -84,6 +84,32 @@ async def reconcile_plan(
     if cluster is None:
         return PlanOutcome(cluster=None, scale=ScaleDecision(replicas=0), stored=stored)
     cluster = _size(cluster, observed, reported, stored, state)
+    decided = _decide(cluster, verdict, observed, reported, stored=stored, state=state, now=now, wall_s=wall_s)
+    new = decided.stored
+    if new == stored:
+        return decided
+    applier = ChildApplier(kubernetes, cluster, observed.live)
+    is_stored = await store_plan(applier, _find_config_map(observed), new, own_writes)
+    return replace(
+        decided,
+        stored=new if is_stored else stored,
+        is_new=is_stored and new.plan != stored.plan,
+        failures=tuple(applier.failures),
+    )
+
+
+def _decide(
+    cluster: ServingCluster,
+    verdict: SpecVerdict,
+    observed: ObservedState,
+    reported: ObservedRouters,
+    *,
+    stored: StoredPlan,
+    state: ClusterState,
+    now: float,
+    wall_s: float,
+) -> PlanOutcome:
+    """Decides sliders, who leaves, models and the plan, as if it were stored already."""
     effective = _tune(cluster, observed, reported, stored, state)
     scale = _scale(effective, observed, reported, stored, state=state, now=now, wall_s=wall_s)
     models = switch_models(cluster, observed, stored)
@@ -105,18 +131,7 @@ async def reconcile_plan(
         switch=models.switch,
         revisions=resolve_revisions(stored.revisions, (*observed.engines, *observed.routers)),
     )
-    if new == stored:
-        return PlanOutcome(cluster=cluster, scale=scale, stored=stored, models=models)
-    applier = ChildApplier(kubernetes, cluster, observed.live)
-    is_stored = await store_plan(applier, _find_config_map(observed), new, own_writes)
-    return PlanOutcome(
-        cluster=cluster,
-        scale=scale,
-        stored=new if is_stored else stored,
-        models=models,
-        is_new=is_stored and new.plan != stored.plan,
-        failures=tuple(applier.failures),
-    )
+    return PlanOutcome(cluster=cluster, scale=scale, stored=new, models=models)
 
 
 def read_stored_plan(observed: ObservedState) -> StoredPlan:
