@@ -181,6 +181,17 @@ def test_a_sample_is_drawn_by_its_seed(toy: Path, capfd: pytest.CaptureFixture[s
     assert len(drawn) > 1
 
 
+def test_one_module_is_tested_alone(toy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (toy / "toy/hall.py").write_text("def get_size() -> int:\n    return 7\n")
+    (toy / "tests/test_hall.py").write_text(
+        "from toy.hall import get_size\n\n\ndef test_size() -> None:\n    assert get_size() == 7\n"
+    )
+    assert mutate(toy, "--module", "toy/hall") == 0
+    row = read_row(capfd.readouterr().out)
+    assert (row["noticed"], row["unnoticed"]) == ("2", "0")
+    assert int(row["open"]) == int(row["mutants"]) - 2
+
+
 def test_messages_are_no_decisions(toy: Path) -> None:
     shown = [mutant.before for mutant in MutatedModule(toy, "toy/room.py").mutants if "wait" in mutant.function]
     assert shown == ["raise ValueError(f'does not fit: {fits + 1}')", "return 'fits'", "return 'fits'"]
