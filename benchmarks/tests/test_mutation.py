@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from benchmarks.mutation.mutants import MutatedModule
 from benchmarks.mutation.mutate import main
 from benchmarks.mutation.part_run import draw_sample
+from benchmarks.mutation.results import read_left_out, read_parts
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+ROOT = Path(__file__).parents[2]
+REAL_PARTS = ROOT / "benchmarks/mutation/parts.toml"
 PYPROJECT = """
 [tool.pytest.ini_options]
 pythonpath = ["."]
@@ -195,3 +196,17 @@ def test_one_module_is_tested_alone(toy: Path, capfd: pytest.CaptureFixture[str]
 def test_messages_are_no_decisions(toy: Path) -> None:
     shown = [mutant.before for mutant in MutatedModule(toy, "toy/room.py").mutants if "wait" in mutant.function]
     assert shown == ["raise ValueError(f'does not fit: {fits + 1}')", "return 'fits'", "return 'fits'"]
+
+
+@pytest.mark.parametrize("package", ["core/sluice_core", "operator/sluice_operator"])
+def test_every_module_that_decides_belongs_to_one_part_or_is_left_out_with_a_reason(package: str) -> None:
+    left_out = read_left_out(REAL_PARTS)
+    places = Counter(path for part in read_parts(REAL_PARTS).values() for path in part.list_modules(ROOT))
+    deciding = [
+        path
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if MutatedModule(ROOT, str(path.relative_to(ROOT))).mutants
+    ]
+    found = {str(path.relative_to(ROOT)): places[path] for path in deciding}
+    assert {path: count for path, count in found.items() if count != (path not in left_out)} == {}
+    assert all((ROOT / path).exists() and reason for path, reason in left_out.items())
