@@ -210,3 +210,8 @@ def test_every_module_that_decides_belongs_to_one_part_or_is_left_out_with_a_rea
     found = {str(path.relative_to(ROOT)): places[path] for path in deciding}
     assert {path: count for path, count in found.items() if count != (path not in left_out)} == {}
     assert all((ROOT / path).exists() and reason for path, reason in left_out.items())
+
+
+def test_the_tests_of_every_part_are_there() -> None:
+    paths = [path for part in read_parts(REAL_PARTS).values() for path in (*part.tests, *part.deselect)]
+    assert [path for path in paths if not (ROOT / path).exists()] == []

@@ -10,7 +10,7 @@ import pytest
 from tuner_harness import APPLY, BOUNDS, FOUND, make_answer, make_question, make_samples, make_spec
 
 from sluice.v1 import control_pb2
-from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
 from sluice_core.records import EarlyRejection, IterationShape, Role
 from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS
