@@ -14,7 +14,7 @@ import random
 import sys
 from typing import TYPE_CHECKING
 
-from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import IterationShape
 
 if TYPE_CHECKING:
