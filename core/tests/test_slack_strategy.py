@@ -43,11 +43,10 @@ def make_decodes(*members: tuple[str, float, int, float]) -> DecodeSet:
     for name, first_token_s, output_tokens, tpot_slo_s in members:
         decodes.join(
             RequestId(name),
-            now=10.0,
             prompt_tokens=100,
             output_tokens=output_tokens,
             output_tokens_since_reset=output_tokens,
-            since_first_token_s=10.0 - first_token_s,
+            first_token_s=first_token_s,
             tpot_slo_s=tpot_slo_s,
             is_moved_in=False,
         )
