@@ -27,7 +27,7 @@ from sluice_core.scheduling.batching import BatchLimits, EngineBatch
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.decode_order import LOST_BACK_OFF_S, DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.prefill_fit import fit_prefill_room
+from sluice_core.scheduling.iteration_limit import fit_prefill_room
 from sluice_core.scheduling.slack_batching import SlackBatching
 from sluice_core.sim.cell import Arrival, Cell, SimOptions
 from sluice_core.sim.simulation import Simulation
@@ -43,11 +43,10 @@ def make_decodes(*members: tuple[str, float, int, float]) -> DecodeSet:
     for name, first_token_s, output_tokens, tpot_slo_s in members:
         decodes.join(
             RequestId(name),
-            now=10.0,
             prompt_tokens=100,
             output_tokens=output_tokens,
             output_tokens_since_reset=output_tokens,
-            since_first_token_s=10.0 - first_token_s,
+            first_token_s=first_token_s,
             tpot_slo_s=tpot_slo_s,
             is_moved_in=False,
         )
