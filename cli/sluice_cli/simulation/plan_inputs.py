@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sluice_cli.simulation.cluster_builder import build_engines, make_options, make_parameters
+from sluice_cli.simulation.cluster_builder import build_engines, make_options, make_parameters, make_routers
 from sluice_cli.simulation.cluster_spec import ClusterFlags, ClusterSpec, EngineGroup, choose_cluster_spec
 from sluice_core.planning.candidates import (
     APPROACHING_FACTORS,
@@ -129,6 +129,7 @@ def make_inputs(manifest: ServingCluster | None, flags: PlanFlags, rows: Sequenc
         parameters=make_parameters(settings),
         options=make_options(settings),
         classes=spec.classes,
+        routers=make_routers(settings),
     )
     return PlanInputs(
         spec=spec,
