@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.model_identity import identify_model
-from sluice_operator.api.spec import ModelSpec
+from sluice_operator.api.model_spec import ModelSpec
 from sluice_operator.controller.cluster_state import MeasuredBatch
 from sluice_operator.controller.preconditions import has_served
 from sluice_operator.kubernetes.interface import annotations_of
