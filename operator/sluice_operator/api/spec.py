@@ -1,7 +1,7 @@
 """The fields of a ServingCluster's spec: each with its default, its bounds and what a change of it does.
 
-The operator and ``sluice up`` read manifests by these models. ``model_spec`` has what is below ``model``, ``pod_fields``
-what engines and routers share. Rules that tie fields together are in ``validation``.
+The operator and ``sluice up`` read manifests by these models. ``model_spec`` has what is below ``model``, and
+``pod_fields`` what engines and routers share. Rules that tie fields together are in ``validation``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from sluice_core.slo import DEFAULT_ATTAINMENT
 from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.field_types import (
     DISABLED_IS_OFF,
@@ -73,7 +74,7 @@ class SloSpec(ManifestModel):
     """Objective for the time to first token, in milliseconds."""
     tpot_milliseconds: Annotated[int, Field(strict=True, ge=1, le=60_000)]
     """Objective for the time per output token, in milliseconds."""
-    attainment: Percentage = "90%"
+    attainment: Percentage = f"{DEFAULT_ATTAINMENT:.0%}"
     """Share of requests that should meet both objectives, such as 90%."""
     classes: Annotated[tuple[SloClassSpec, ...], Field(max_length=16)] = ()
     """Named objectives besides the default ones."""
