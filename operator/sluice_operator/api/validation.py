@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sluice_operator.api.field_types import ManifestModel
-    from sluice_operator.api.spec import EnvVar, PodFields, SpecFields, TlsSpec, TokenBounds
+    from sluice_operator.api.pod_fields import EnvVar, PodFields
+    from sluice_operator.api.spec import SpecFields, TlsSpec, TokenBounds
 
 MIN_CHUNK_TOKENS = 16
 # Ports of an engine pod that the manifest does not choose; the CRD names the same numbers in two CEL rules.

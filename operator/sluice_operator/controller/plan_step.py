@@ -82,6 +82,25 @@ async def reconcile_plan(
     effective = _tune(cluster, observed, reported, stored, state)
     scale = _scale(effective, observed, reported, stored, state=state, now=now, wall_s=wall_s)
     models = switch_models(cluster, observed, stored)
+    new = _make_plan(effective, verdict, observed, reported, stored=stored, state=state, scale=scale, models=models)
+    if new == stored:
+        return PlanOutcome(scale=scale, stored=stored, models=models)
+    applier = ChildApplier(kubernetes, cluster, observed.live)
+    return await _replace_plan(applier, own_writes, observed, stored, new, scale=scale, models=models)
+
+
+def _make_plan(
+    effective: ServingCluster,
+    verdict: SpecVerdict,
+    observed: ObservedState,
+    reported: ObservedRouters,
+    *,
+    stored: StoredPlan,
+    state: ClusterState,
+    scale: ScaleDecision,
+    models: SwitchOutcome,
+) -> StoredPlan:
+    """Makes what is to be stored, the tuner's sliders and what the models' revisions are resolved to included."""
     plan = make_plan(
         effective,
         stored,
@@ -91,7 +110,7 @@ async def reconcile_plan(
         statuses=reported.statuses.values(),
         switch=models.switch,
     )
-    new = StoredPlan(
+    return StoredPlan(
         plan=plan,
         generation=plan.generation,
         tuned=state.tuner.stored,
@@ -99,10 +118,6 @@ async def reconcile_plan(
         switch=models.switch,
         revisions=resolve_revisions(stored.revisions, (*observed.engines, *observed.routers)),
     )
-    if new == stored:
-        return PlanOutcome(scale=scale, stored=stored, models=models)
-    applier = ChildApplier(kubernetes, cluster, observed.live)
-    return await _replace_plan(applier, own_writes, observed, stored, new, scale=scale, models=models)
 
 
 async def _replace_plan(
