@@ -162,11 +162,10 @@ class NaiveEngine:
         self.decodes.append(request)
         self.members.join(
             request.name,
-            now=now,
             prompt_tokens=request.arrival.prompt_tokens,
             output_tokens=len(request.tokens),
             output_tokens_since_reset=len(request.tokens) - request.reset,
-            since_first_token_s=now - request.first_s,
+            first_token_s=request.first_s,
             tpot_slo_s=request.arrival.slo.tpot_s,
             is_moved_in=request.is_moved_in,
             split_tokens=request.split,

@@ -75,11 +75,10 @@ def make_policy(latency=A100, **changes):
 
 def join(decodes, name="d", **changes):
     values = {
-        "now": NOW,
         "prompt_tokens": 1000,
         "output_tokens": 1,
         "output_tokens_since_reset": 1,
-        "since_first_token_s": 0.0,
+        "first_token_s": NOW,
         "tpot_slo_s": 0.1,
         "is_moved_in": False,
     }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from sluice_core.records import Hold, Place, PrefillRequest, Slo
 from sluice_core.scheduling.holding import select_urgent
 from sluice_router.errors import (
+    MIN_RETRY_S,
     DeadlineError,
     InvalidRequestError,
     NoEngineError,
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 # Shortest time between two placements of the whole queue, and most requests placed at once: bounds the loop's pauses.
 ASSIGN_INTERVAL_S = 0.005
-# Least Retry-After.
-MIN_RETRY_S = 1.0
 
 
 def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, now: float) -> None:

@@ -239,7 +239,7 @@ class Router:
         now, state = self.now(), self.state
         self._forgive_lag(now)
         for engine in list(state.engines.connected.values()):
-            failure = failover.find_failure(state.limits, state.engines.table, engine, now)
+            failure = engine_registry.find_failure(state.limits, state.engines.table, engine, now)
             if failure is not None:
                 reason, fault = failure
                 logger.warning("engine %s: %s", engine.engine_id, fault)

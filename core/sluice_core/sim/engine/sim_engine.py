@@ -526,7 +526,7 @@ class SimEngine(SchedulerState):
         elif self.hands_off_prefills and request.generated_tokens == 1:
             self._hand_off_prefill(request, now)
         else:
-            self._join(request, now)
+            self._join(request)
             if self._joins_end_ttft and self.policy.separates_phases and request.generated_tokens == 1:
                 self._switching.append(request)
             if self.withholds_decodes:
@@ -549,9 +549,9 @@ class SimEngine(SchedulerState):
         request.source_table, request.table = request.table, None
         self.prefilled.append(request)
 
-    def _join(self, request: SimRequest, now: float) -> None:
+    def _join(self, request: SimRequest) -> None:
         request.target = self.engine_id
-        self.batch.join(request, now)
+        self.batch.join(request)
 
     def _take_in(self, now: float) -> None:
         """Let requests whose KV has arrived join the decodes."""
@@ -563,7 +563,7 @@ class SimEngine(SchedulerState):
                 if self.policy.separates_phases:
                     self._switching.append(request)
             request.is_moved_in = True
-            self._join(request, now)
+            self._join(request)
             self.joined.append(request)
 
     def _finish(self, request: SimRequest, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Answers of the inference endpoints over HTTP: whole, or as server-sent events."""
+"""What the inference endpoints answer over HTTP, whole or as server-sent events, until its end or the client leaves."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class WrittenResponse(web.StreamResponse):
         """Writes nothing."""
 
 
-class HttpAnswers:
+class HttpGeneration:
     """Admits what an HTTP request asks for and writes the answer, each choice of which is a request of its own.
 
     Args:
