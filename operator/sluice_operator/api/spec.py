@@ -40,7 +40,9 @@ MAX_LIMIT = 2**31 - 1
 
 EarlyRejectionName = Literal["Disabled", "Off", "Random", "Reject"]
 AutotuneMode = Literal["Disabled", "Off", "Recommend", "Apply"]
-StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated", "DynaServe", "FlowPrefill", "EcoServe", "Sluice"]
+StrategyName = Literal[
+    "TaiChi", "Aggregated", "Disaggregated", "DynaServe", "FlowPrefill", "EcoServe", "Sluice", "Auto"
+]
 
 
 class ChunkSizes(ManifestModel):
@@ -441,7 +443,9 @@ class SpecFields(ManifestModel):
     Disaggregated gives P-heavy engines engine.maxBatchTokens and D-heavy engines no prefills;
     docs/internals/strategies.md says how it follows DistServe. FlowPrefill uses them as given;
     the prompt whose TTFT objective ends first preempts others where an iteration ends, so smaller chunk sizes
-    let it in sooner."""
+    let it in sooner.
+    Auto lets the search of autotune choose the strategy with its sliders; in mode Apply it changes live.
+    Until a search has chosen, and outside mode Apply, Auto is TaiChi; the condition Autotuned says which it is."""
     parameters: Annotated[ParametersSpec, FieldEffect.LIVE] = ParametersSpec()
     """Parameters of the strategies. In force without a restart."""
     model: Annotated[ModelSpec, FieldEffect.RESTARTS_ALL]

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sluice_core.strategies import get_strategy
 from sluice_operator.api import names
 from sluice_operator.api.field_types import port_range
-from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.api.sliders import resolve_sliders, resolve_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -126,7 +125,7 @@ def _count_fits_the_replicas(spec: SpecFields) -> Iterator[RuleViolation]:
 
 def _decode_only_needs_two(spec: SpecFields) -> Iterator[RuleViolation]:
     if spec.replicas == 1 and resolve_sliders(spec).decode_heavy_tokens == 0:
-        varies = get_strategy(spec.strategy).sliders.varies_decode_tokens
+        varies = resolve_strategy(spec).sliders.varies_decode_tokens
         cause = "chunkSizes.decodeHeavy 0" if varies else f"strategy {spec.strategy}"
         yield RuleViolation(
             path=("replicas",), value=1, message=f"is too few: {cause} needs a P-heavy and a D-heavy engine; use 2"

@@ -205,7 +205,7 @@ def make_space(request: SearchRequest) -> SearchSpace:
     constraints, in_force = request.constraints, request.in_force
     low, high = constraints.prefill_heavy
     return SearchSpace(
-        strategies=(constraints.strategy,),
+        strategies=tuple(STRATEGIES) if constraints.chooses_strategy else (constraints.strategy,),
         prefill_heavy_tokens=list_chunk_sizes(*constraints.prefill_tokens, [in_force.prefill_heavy_tokens]),
         decode_heavy_tokens=list_chunk_sizes(*constraints.decode_tokens, [in_force.decode_heavy_tokens]),
         max_batch_tokens=constraints.max_batch_tokens,
@@ -221,10 +221,11 @@ def make_candidate(request: SearchRequest) -> SliderCandidate:
     """Makes the candidate in force; equal chunk sizes are aggregation, whatever the strategy says."""
     constraints, sliders = request.constraints, request.in_force
     is_aggregated = sliders.prefill_heavy_tokens == sliders.decode_heavy_tokens
-    has_roles = get_strategy(constraints.strategy).sliders.has_roles
+    strategy = sliders.strategy or constraints.strategy
+    has_roles = get_strategy(strategy).sliders.has_roles
     count = constraints.replicas if is_aggregated else sliders.num_prefill_heavy
     return SliderCandidate(
-        strategy="aggregated" if is_aggregated and has_roles else constraints.strategy,
+        strategy="aggregated" if is_aggregated and has_roles else strategy,
         num_prefill_heavy=count,
         num_decode_heavy=constraints.replicas - count,
         prefill_heavy_tokens=sliders.prefill_heavy_tokens,
@@ -235,17 +236,20 @@ def make_candidate(request: SearchRequest) -> SliderCandidate:
 
 
 def make_sliders(request: SearchRequest, candidate: SliderCandidate) -> Sliders:
-    """Makes the sliders of a candidate; strategies without roles keep those in force."""
+    """Makes the sliders of a candidate; strategies without roles keep the P-heavy engines in force."""
+    strategy = candidate.strategy if request.constraints.chooses_strategy else ""
     if not get_strategy(candidate.strategy).sliders.has_roles:
         return Sliders(
             num_prefill_heavy=request.in_force.num_prefill_heavy,
             prefill_heavy_tokens=candidate.prefill_heavy_tokens,
             decode_heavy_tokens=candidate.prefill_heavy_tokens,
+            strategy=strategy,
         )
     return Sliders(
         num_prefill_heavy=candidate.num_prefill_heavy,
         prefill_heavy_tokens=candidate.prefill_heavy_tokens,
         decode_heavy_tokens=candidate.decode_heavy_tokens,
+        strategy=strategy,
     )
 
 
