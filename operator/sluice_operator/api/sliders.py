@@ -42,6 +42,9 @@ def scale_sliders(sliders: Sliders, replicas: int, num_engines: int) -> Sliders:
 
     Both kinds stay where the whole fleet has both; a single engine is P-heavy where D-heavy ones take no prefills.
     """
+    if not replicas:
+        # A fleet of none has no share of its own to keep.
+        return sliders
     low, high = find_mix_limits(sliders, replicas, num_engines)
     nearest = (2 * sliders.num_prefill_heavy * num_engines + replicas) // (2 * replicas)
     return replace(sliders, num_prefill_heavy=min(max(nearest, low), high))

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from sluice_core.slo import DEFAULT_ATTAINMENT
+from sluice_operator.api.autoscaling_spec import AutoscalingSpec
 from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.field_types import (
     DISABLED_IS_OFF,
@@ -460,6 +461,8 @@ class SpecFields(ManifestModel):
     """How engines are replaced when a field that restarts them changes. In force without a restart."""
     autotune: Annotated[AutotuneSpec, FieldEffect.LIVE] = AutotuneSpec()
     """The search for better sliders; its results go to the status, never to the spec."""
+    autoscaling: Annotated[AutoscalingSpec, FieldEffect.LIVE] = AutoscalingSpec()
+    """How many engines what arrives needs; the number goes to the status, never to the spec."""
 
 
 class Metadata(ManifestModel):

@@ -30,7 +30,7 @@ from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 # Less than `sluice plan` does, so that a search takes seconds: the sliders are measured afterwards anyway.
 # Where prompts are so long that few come in a minute, runs last longer. Of a few dozen requests, those that no sliders
@@ -253,22 +253,33 @@ def make_sliders(request: SearchRequest, candidate: SliderCandidate) -> Sliders:
     )
 
 
-def main() -> None:
-    """Reads one request, searches, and writes the result."""
+def serve_request(answer: Callable[[str], str]) -> None:
+    """Answers one request on standard input, at low priority and within limits; the program's only work.
+
+    Args:
+        answer: From the request's text to the result's.
+
+    Raises:
+        SystemExit: Says what the request asks for that there is not, or that it needs too much memory.
+    """
     os.nice(NICENESS)
     # The parent ends a late search; this limit holds when the parent was killed.
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     # Without it, the kernel would end every process of the container.
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     gc.set_threshold(GC_THRESHOLD)
-    request = SearchRequest.from_json(sys.stdin.read())
     try:
-        result = search(request)
+        result = answer(sys.stdin.read())
     except ValueError as error:
         raise SystemExit(str(error)) from error
     except MemoryError as error:
         raise SystemExit(f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB; narrow autotune.bounds") from error
-    print(result.to_json())
+    print(result)
+
+
+def main() -> None:
+    """Reads one request, searches, and writes the result."""
+    serve_request(lambda text: search(SearchRequest.from_json(text)).to_json())
 
 
 if __name__ == "__main__":

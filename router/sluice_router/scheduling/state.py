@@ -106,7 +106,7 @@ class RouterStatus:
         is_accepting: False once the router shuts down.
         edge_fault: Why clients cannot be served, whatever the engines; empty: they can.
         version: Grows with every change worth reporting.
-        num_reported: Finished requests at the last report of progress.
+        num_reported: Requests that had arrived or finished at the last report of progress.
         reported_s: When that was.
     """
 
@@ -130,12 +130,14 @@ class RequestStatistics:
         samples: The last requests, for the planner.
         last_arrival_s: Latest arrival of a sampled request.
         num_failed: Requests that failed; rejected, cancelled and wrong ones are not among them.
+        num_arrived: Requests that asked for an engine, those that found the queue full included.
     """
 
     samples: deque[control_pb2.RequestSample]
     attainment: AttainmentCounters = field(default_factory=AttainmentCounters)
     last_arrival_s: float | None = None
     num_failed: int = 0
+    num_arrived: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -295,6 +297,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "samples": ("completion", ""),
     "attainment": ("completion", ""),
     "last_arrival_s": ("completion", ""),
+    "num_arrived": ("admission", ""),
     # RouterOutbox and Actions
     "actions": ("state", ""),
     "pending": ("state", ""),
