@@ -22,10 +22,11 @@ class PendingResponse:
     finished: list[wire.Finished] = field(default_factory=list)
     proposals: list[wire.Proposal] = field(default_factory=list)
     refused: list[wire.HandOffRefused] = field(default_factory=list)
+    claim_answers: list[wire.ClaimAnswer] = field(default_factory=list)
 
     def is_empty(self) -> bool:
         """Nothing happened for this router."""
-        return not (self.slots or self.finished or self.proposals or self.refused)
+        return not (self.slots or self.finished or self.proposals or self.refused or self.claim_answers)
 
     def add_tokens(self, slot: int, token_ids: Iterable[int], index: int) -> None:
         """Adds tokens of a slot, the first of which has this index in the whole output."""
@@ -47,6 +48,7 @@ class PendingResponse:
             finished=self.finished,
             proposals=self.proposals,
             hand_offs_refused=self.refused,
+            claim_answers=self.claim_answers,
             load=load,
             prefixes=prefixes,
         )
