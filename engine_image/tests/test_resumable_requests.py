@@ -9,8 +9,8 @@ from fake_core import FINGERPRINT, Builder, Clock, Core
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import sampling_pb2
 from sluice_engine import core_messages
-from sluice_engine.server import resumable_requests
 from sluice_engine.server.engine_server import EngineServer
+from sluice_engine.server.resumption import resumable_requests
 
 KEY = b"key of a"
 CLAIMED = sampling_pb2.FINISH_REASON_CLAIMED

@@ -6,7 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from sluice_engine.server.attach_stream import AttachStream
-from sluice_engine.server.resumable_requests import ResumableRequests
+from sluice_engine.server.resumption.resumable_requests import ResumableRequests
 from sluice_engine.server.router_session import RouterSession
 
 if TYPE_CHECKING:

@@ -321,7 +321,7 @@ class Submit(_message.Message):
     the client has, so that whoever reads it here cannot resume anything.
     """
     resume_state: _builtins.bytes
-    """What a router needs beside this message to go on with the answer (ResumeState); the engine does not read it, and
+    """What a router needs beside this message to go on with the answer (ResumeState in resume.proto); the engine does not read it, and
     keeps no more than 16 KiB. A longer one makes the request one that cannot be resumed.
     """
     @_builtins.property

@@ -190,6 +190,8 @@ def add_submit(
         output_tokens_since_reset=len(request.output_token_ids) - request.reset_at_tokens,
         is_recovery=kv is None and first_token_s is not None,
         cache_salt=new.cache_salt,
+        resume_key=new.resume_key,
+        resume_state=new.resume_state,
     )
     submit.prompt_token_ids.extend(new.prompt_token_ids)
     submit.output_token_ids.extend(request.output_token_ids)
