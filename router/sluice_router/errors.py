@@ -9,6 +9,8 @@
     │   ├── ModelNotFoundError
     │   ├── UnsupportedEndpointError
     │   ├── BodyTooLargeError
+    │   ├── UnknownStreamError        nobody has the answer that a client wants to go on with
+    │   ├── TakenOverError            the client goes on with the answer elsewhere
     │   └── ClientGoneError
     ├── OverloadError           try again later
     │   ├── SloInfeasibleError
@@ -81,6 +83,14 @@ class UnsupportedEndpointError(RequestError):
 
 class BodyTooLargeError(RequestError):
     """The body exceeds the limit."""
+
+
+class UnknownStreamError(RequestError):
+    """Nobody has the answer that the client wants to go on with, or not up to where the client is."""
+
+
+class TakenOverError(RequestError):
+    """The client goes on with the answer on another connection."""
 
 
 class ClientGoneError(RequestError):
@@ -179,6 +189,12 @@ ERROR_STATUSES: dict[type[RouterError], ErrorStatus] = {
     ),
     BodyTooLargeError: ErrorStatus(
         http_status=413, type="invalid_request_error", code="body_too_large", grpc_status=_EXHAUSTED
+    ),
+    UnknownStreamError: ErrorStatus(
+        http_status=404, type="invalid_request_error", code="unknown_stream", grpc_status=grpc.StatusCode.NOT_FOUND
+    ),
+    TakenOverError: ErrorStatus(
+        http_status=409, type="invalid_request_error", code="taken_over", grpc_status=grpc.StatusCode.ABORTED
     ),
     ClientGoneError: ErrorStatus(
         http_status=499, type="client_error", code="client_gone", grpc_status=grpc.StatusCode.CANCELLED

@@ -192,6 +192,8 @@ def add_submit(
         is_recovery=kv is None and first_token_s is not None,
         cache_salt=new.cache_salt,
         split_output_tokens=request.split_output_tokens,
+        resume_key=new.resume_key,
+        resume_state=new.resume_state,
     )
     submit.prompt_token_ids.extend(new.prompt_token_ids)
     submit.output_token_ids.extend(request.output_token_ids)
