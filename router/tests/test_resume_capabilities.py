@@ -18,10 +18,11 @@ def test_other_texts_are_none(text):
     assert not is_capability(text)
 
 
-def test_a_key_belongs_to_one_capability_and_one_owner_and_shows_neither():
+def test_a_key_belongs_to_one_capability_owner_and_request_and_shows_none():
     capability = "a" * 32
-    keys = {derive_resume_key(capability, owner) for owner in ("", "team-a", "team-b")}
-    keys.add(derive_resume_key("b" * 32, "team-a"))
-    assert len(keys) == 4
-    assert derive_resume_key(capability, "team-a") in keys
+    keys = {derive_resume_key(capability, owner, "one") for owner in ("", "team-a", "team-b")}
+    keys.add(derive_resume_key("b" * 32, "team-a", "one"))
+    keys.add(derive_resume_key(capability, "team-a", "two"))
+    assert len(keys) == 5
+    assert derive_resume_key(capability, "team-a", "one") in keys
     assert not any(capability.encode() in key or b"team" in key for key in keys)

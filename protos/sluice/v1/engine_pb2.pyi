@@ -311,6 +311,7 @@ class Submit(_message.Message):
     SPLIT_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     RESUME_KEY_FIELD_NUMBER: _builtins.int
     RESUME_STATE_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Number of the request on this stream, chosen by the router. It is free again after the slot's Finished, and for a
     hand-off after its release.
@@ -344,12 +345,12 @@ class Submit(_message.Message):
     proposes the move when that is near (MOVE_CAUSE_SPLIT).
     """
     resume_key: _builtins.bytes
-    """Names the request to routers that may go on with it (Claim); empty: its client cannot resume it. It is a hash of what
-    the client has, so that whoever reads it here cannot resume anything.
+    """Names the request to routers that may go on with it (Claim); empty: its client cannot resume it. It is a hash of
+    what the client has, so that whoever reads it here cannot resume anything.
     """
     resume_state: _builtins.bytes
-    """What a router needs beside this message to go on with the answer (ResumeState in resume.proto); the engine does not read it, and
-    keeps no more than 16 KiB. A longer one makes the request one that cannot be resumed.
+    """What a router needs beside this message to go on with the answer (ResumeState in resume.proto); the engine does not
+    read it, and keeps no more than 16 KiB. A longer one makes the request one that cannot be resumed.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -366,6 +367,10 @@ class Submit(_message.Message):
     @_builtins.property
     def kv(self) -> Global___KvHandle:
         """KV on another engine to pull; absent: prefill here."""
+
+    @_builtins.property
+    def history(self) -> Global___RequestHistory:
+        """How it was served before, for the usage of a request that another router may go on with; absent: it cannot."""
 
     def __init__(
         self,
@@ -390,10 +395,11 @@ class Submit(_message.Message):
         split_output_tokens: _builtins.int = ...,
         resume_key: _builtins.bytes = ...,
         resume_state: _builtins.bytes = ...,
+        history: Global___RequestHistory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "kv", b"kv", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "history", b"history", "kv", b"kv", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "age_s", b"age_s", "cache_salt", b"cache_salt", "fence", b"fence", "grant_id", b"grant_id", "is_recovery", b"is_recovery", "kv", b"kv", "output_token_ids", b"output_token_ids", "output_tokens_since_reset", b"output_tokens_since_reset", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume_key", b"resume_key", "resume_state", b"resume_state", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s", "slot", b"slot", "split_output_tokens", b"split_output_tokens", "submit_number", b"submit_number", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "age_s", b"age_s", "cache_salt", b"cache_salt", "fence", b"fence", "grant_id", b"grant_id", "history", b"history", "is_recovery", b"is_recovery", "kv", b"kv", "output_token_ids", b"output_token_ids", "output_tokens_since_reset", b"output_tokens_since_reset", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume_key", b"resume_key", "resume_state", b"resume_state", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s", "slot", b"slot", "split_output_tokens", b"split_output_tokens", "submit_number", b"submit_number", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__since_first_token_s: _TypeAlias = _typing.Literal["since_first_token_s"]  # noqa: Y015
     _WhichOneofArgType__since_first_token_s: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s"]  # noqa: Y015
@@ -537,6 +543,7 @@ class ClaimAnswer(_message.Message):
     ELAPSED_S_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_BEFORE_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     resume_key: _builtins.bytes
     """The key."""
     elapsed_s: _builtins.float
@@ -551,6 +558,10 @@ class ClaimAnswer(_message.Message):
     def ended(self) -> Global___Finished:
         """How it ended here, when it does not run any more."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """Logprobs of the tokens made here, in their order, when the request asked for them; columns mean nothing."""
+
     def __init__(
         self,
         *,
@@ -559,14 +570,45 @@ class ClaimAnswer(_message.Message):
         elapsed_s: _builtins.float = ...,
         num_tokens_before: _builtins.int = ...,
         ended: Global___Finished | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_s", b"elapsed_s", "ended", b"ended", "num_tokens_before", b"num_tokens_before", "resume_key", b"resume_key", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_s", b"elapsed_s", "ended", b"ended", "logprobs", b"logprobs", "num_tokens_before", b"num_tokens_before", "resume_key", b"resume_key", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClaimAnswer: _TypeAlias = ClaimAnswer  # noqa: Y015
+
+@_typing.final
+class RequestHistory(_message.Message):
+    """How a request was served before its present engine got it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_HAND_OFFS_FIELD_NUMBER: _builtins.int
+    NUM_RECOVERIES_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    num_hand_offs: _builtins.int
+    """Moves between engines that kept the KV."""
+    num_recoveries: _builtins.int
+    """Times it went on elsewhere after a failure."""
+    num_cached_tokens: _builtins.int
+    """Prompt tokens found in a prefix cache."""
+    def __init__(
+        self,
+        *,
+        num_hand_offs: _builtins.int = ...,
+        num_recoveries: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_hand_offs", b"num_hand_offs", "num_recoveries", b"num_recoveries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestHistory: _TypeAlias = RequestHistory  # noqa: Y015
 
 @_typing.final
 class GrantRequest(_message.Message):

@@ -41,6 +41,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "lost": ("engine", "reason", "output_tokens"),
     "resumed": ("engine", "output_tokens", "stall_s"),
     "adopted": ("engine", "output_tokens"),
+    "detached": (),
     "recovered": ("engine", "output_tokens", "stall_s"),
     "finished": ("reason", "output_tokens", "ttft_s", "tpot_s", "is_slo_met"),
     "failed": ("code", "message"),

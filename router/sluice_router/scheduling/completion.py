@@ -120,6 +120,7 @@ def _remove(state: RouterState, request: LiveRequest, num_output: int, now: floa
     del state.requests.live[request.request_id]
     if request.new.resume_key:
         state.requests.by_resume_key.pop(request.new.resume_key, None)
+        state.requests.detached.pop(request.request_id, None)
     state.requests.waiting.pop(request.request_id, None)
     state.requests.awaiting_resume.pop(request.request_id, None)
     # The end carries what is held back.

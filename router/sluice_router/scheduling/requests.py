@@ -8,8 +8,10 @@ admitted ── waiting ── running ──► finished | failed | cancelled
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
+
+from sluice.v1 import engine_pb2, sampling_pb2
 
 if TYPE_CHECKING:
     from array import array
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-    from sluice.v1 import engine_pb2, sampling_pb2
     from sluice_core.records import RequestId
     from sluice_router.errors import RouterError
 
@@ -76,6 +77,7 @@ class FoundRequest:
         engine: Where it runs, held for this router, as the data plane knows it; None: nowhere, or here.
         ended: How its part on that engine ended; None: it has not.
         live: The data plane's record of it, where this router has it already.
+        logprobs: Of its tokens, by their index, as far as engines still have them.
     """
 
     submit: engine_pb2.Submit
@@ -85,6 +87,20 @@ class FoundRequest:
     engine: object | None = None
     ended: engine_pb2.Finished | None = None
     live: object | None = None
+    logprobs: Mapping[int, engine_pb2.TokenLogprobs] = field(default_factory=dict)
+
+
+def rewind(found: FoundRequest, num_tokens: int) -> FoundRequest:
+    """Lets a request go on at an earlier token, because the logprobs of those behind it are lost.
+
+    Args:
+        found: What was found.
+        num_tokens: Output tokens that its client has at least: nobody sees that the others are made once more.
+    """
+    tokens = found.output_token_ids[:num_tokens]
+    if found.live is not None:
+        return replace(found, output_token_ids=tokens)
+    return replace(found, output_token_ids=tokens, ended=engine_pb2.Finished(reason=sampling_pb2.FINISH_REASON_ABORTED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +230,7 @@ class DataPlane(Protocol):
 
         Raises:
             QueueFullError: Too many claims wait for answers.
+            ShuttingDownError: This router accepts no more.
         """
         ...
 
@@ -231,6 +248,13 @@ class DataPlane(Protocol):
         Raises:
             ShuttingDownError: This router accepts no more.
             NoEngineError: It has changed hands since it was found.
+        """
+        ...
+
+    def detach(self, request_id: RequestId) -> None:
+        """Lets a request go on whose client is gone and may come back; it ends when the client does not in time.
+
+        Its response stream is still called, and keeps nothing. An unknown id is no error.
         """
         ...
 

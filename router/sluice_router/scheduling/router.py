@@ -22,7 +22,7 @@ from sluice_router.scheduling import (
     token_delivery,
 )
 from sluice_router.scheduling.requests import ServedModel
-from sluice_router.scheduling.resumption import adoption, claims
+from sluice_router.scheduling.resumption import adoption, claims, detachment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,6 +123,10 @@ class Router:
             admission.assign(self.state, now)
         finally:
             self._act()
+
+    def detach(self, request_id: RequestId) -> None:
+        """See ``DataPlane.detach``."""
+        detachment.detach(self.state, request_id, self.now())
 
     def cancel(self, request_id: RequestId, reason: str = "client_gone") -> None:
         """See ``DataPlane.cancel``."""
@@ -270,6 +274,7 @@ class Router:
                 migration.drain(state, engine, now)
         failover.expire_resumes(state, now)
         claims.expire(state, now)
+        detachment.expire(state, now)
         kept_prefills.expire(state, now)
         kept_prefills.place(state, now)
         plan.recheck_refused(state)

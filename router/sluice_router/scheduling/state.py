@@ -49,6 +49,7 @@ class RequestQueues:
         last_assign_s: When placement last ran for all waiting requests.
         by_resume_key: Of the live ones, those that their clients can resume.
         claims: What engines were asked for, by the key.
+        detached: Of the live ones, those whose clients are gone and may come back: until when, in this order.
     """
 
     live: dict[RequestId, LiveRequest] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class RequestQueues:
     last_assign_s: float = float("-inf")
     by_resume_key: dict[bytes, LiveRequest] = field(default_factory=dict)
     claims: dict[bytes, PendingClaim] = field(default_factory=dict)
+    detached: dict[RequestId, float] = field(default_factory=dict)
 
     def find(self, request_id: str) -> LiveRequest | None:
         """Finds a request by the router's id, or by the client's; for people, not for the token path."""
@@ -277,6 +279,10 @@ OWNERS: dict[str, tuple[str, str]] = {
     "deadlines": ("admission", ""),
     "by_resume_key": ("admission completion resumption/adoption", "as live"),
     "claims": ("resumption/claims", ""),
+    "detached": (
+        "completion resumption/adoption resumption/detachment",
+        "until the client is back, or the request ends",
+    ),
     "claim_results": ("resumption/claims", ""),
     "response_stream": ("resumption/adoption", "a client that resumes has another connection"),
     "last_assign_s": ("admission", ""),
@@ -334,7 +340,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "excluded": ("admission token_delivery", "an engine that returns a request is avoided until it is placed"),
     "prompt_hashes": ("admission prefixes", "made when a request is placed, and not kept after that"),
     # LiveRequest: its tokens
-    "output_token_ids": ("token_delivery", ""),
+    "output_token_ids": ("resumption/adoption token_delivery", "tokens whose logprobs are lost are made once more"),
     "first_token_s": ("token_delivery", ""),
     "last_token_s": ("token_delivery", ""),
     "cached_tokens": ("token_delivery", ""),

@@ -1,7 +1,7 @@
 """What lets a client go on with its answer: a random capability, and the key that engines know of it.
 
-Engines get a hash of capability and owner. So nobody resumes an answer by what an engine knows of it, and another owner
-of an API key does not even find it.
+Engines get a hash of capability, owner and the request's id. So nobody resumes an answer by what an engine knows of it,
+and another owner of an API key does not even find it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ def is_capability(text: str) -> bool:
     return _FORM.fullmatch(text) is not None
 
 
-def derive_resume_key(capability: str, owner: str) -> bytes:
+def derive_resume_key(capability: str, owner: str, shown_id: str) -> bytes:
     """Derives what engines know of a capability.
 
     Args:
         capability: The client's.
         owner: Of the API key with which the request came; empty where none is asked for.
+        shown_id: The request's id as its client knows it.
     """
-    return hashlib.sha256(f"{capability}\0{owner}".encode()).digest()
+    return hashlib.sha256(f"{capability}\0{owner}\0{shown_id}".encode()).digest()

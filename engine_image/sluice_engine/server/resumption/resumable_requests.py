@@ -96,6 +96,7 @@ class ResumableRequests:
             submit=request.submit,
             elapsed_s=max(0.0, now_s - request.submitted_s),
             num_tokens_before=request.first_index,
+            logprobs=request.logprobs,
         )
         answer.submit.output_token_ids.extend(request.token_ids)
         if request.ended is not None:

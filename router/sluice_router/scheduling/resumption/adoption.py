@@ -52,7 +52,7 @@ def adopt(
     if live is not found.live:
         raise NoEngineError("the answer has changed hands meanwhile", retry_after_s=RETRY_S)
     if live is not None:
-        _take_over(state, live, found, response_stream)
+        _take_over(state, live, found, response_stream, now)
         return
     request = _make_live(state, found, new, response_stream, now)
     state.requests.live[request.request_id] = request
@@ -64,10 +64,16 @@ def adopt(
     state.metrics.count("adopted", how)
 
 
-def _take_over(state: RouterState, request: LiveRequest, found: FoundRequest, response_stream: ResponseStream) -> None:
+def _take_over(
+    state: RouterState, request: LiveRequest, found: FoundRequest, response_stream: ResponseStream, now: float
+) -> None:
     """Gives a request that runs here another response stream."""
-    for token_id in request.output_token_ids[len(found.output_token_ids) :]:
+    known = len(found.output_token_ids)
+    if len(request.output_token_ids) > known and request.new.sampling.HasField("num_logprobs"):
+        _rewind_live(state, request, known, now)
+    for token_id in request.output_token_ids[known:]:
         response_stream.on_token(token_id, None)
+    state.requests.detached.pop(request.request_id, None)
     error = TakenOverError("the client goes on with the answer on another connection")
     state.outbox.actions.failures.append((request.response_stream, error))
     request.response_stream = response_stream
@@ -75,10 +81,26 @@ def _take_over(state: RouterState, request: LiveRequest, found: FoundRequest, re
     state.metrics.count("adopted", "here")
 
 
+def _rewind_live(state: RouterState, request: LiveRequest, num_tokens: int, now: float) -> None:
+    """Makes the tokens behind ``num_tokens`` once more: only their first stream had their logprobs."""
+    del request.output_token_ids[num_tokens:]
+    submission = request.submission
+    if request.kept_kv is not None:
+        migration.drop_kept(state, request, "rewound", now)
+    if request.migration is not None:
+        migration.abandon(state, request.migration, "rewound", now)
+    if submission is not None:
+        dispatch.withdraw(state, submission, request, "rewound", now)
+    # Else it waits already, or its engine has it and sends the tokens behind ``num_tokens`` again.
+    if request.request_id not in state.requests.waiting:
+        recompute(state, request, now)
+
+
 def _make_live(
     state: RouterState, found: FoundRequest, new: NewRequest, response_stream: ResponseStream, now: float
 ) -> LiveRequest:
     submit, num_output = found.submit, len(found.output_token_ids)
+    history = submit.history
     return LiveRequest(
         request_id=new.request_id,
         new=new,
@@ -94,6 +116,9 @@ def _make_live(
         lost_since_s=now if num_output else None,
         reset_at_tokens=found.num_tokens_before - submit.output_tokens_since_reset,
         is_adopted=True,
+        num_hand_offs=history.num_hand_offs + submit.HasField("kv"),
+        num_recoveries=history.num_recoveries,
+        cached_tokens=max(history.num_cached_tokens, 0 if found.ended is None else found.ended.num_cached_tokens),
     )
 
 
@@ -123,7 +148,9 @@ def _go_on(state: RouterState, request: LiveRequest, found: FoundRequest, stop_a
         _end(state, request, found, None, now)
         return "ended"
     engine = _find_engine(found)
-    if engine is not None:
+    if engine is not None and found.ended is not None:  # rewound
+        state.outbox.message_to(engine).aborts.add(held_request_id=request.request_id)
+    elif engine is not None:
         # After a prefill there, where it decodes is not decided yet.
         dispatch.bind(state, request, engine, has_token=found.num_tokens_before > 0)
         return "running"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sluice.v1 import engine_pb2
 from sluice_core.records import RequestId
-from sluice_router.errors import NoEngineError, QueueFullError, UnknownStreamError
+from sluice_router.errors import NoEngineError, QueueFullError, ShuttingDownError, UnknownStreamError
 from sluice_router.scheduling import wire_conversion
 from sluice_router.scheduling.entities import PendingClaim
 from sluice_router.scheduling.requests import FoundRequest
@@ -37,7 +37,10 @@ def claim(state: RouterState, key: bytes, taker: ClaimTaker, now: float) -> None
 
     Raises:
         QueueFullError: Too many claims wait for answers.
+        ShuttingDownError: This router accepts no more.
     """
+    if not state.status.is_accepting:
+        raise ShuttingDownError("this router is about to leave", retry_after_s=RETRY_S)
     results = state.outbox.actions.claim_results
     live = state.requests.by_resume_key.get(key)
     if live is not None:
@@ -48,7 +51,12 @@ def claim(state: RouterState, key: bytes, taker: ClaimTaker, now: float) -> None
     earlier = state.requests.claims.get(key)
     if earlier is not None:
         results.append((earlier.taker, NoEngineError("the answer was asked for again", retry_after_s=RETRY_S)))
-    engines = state.engines.connected
+    # Another model's answers are another tokenizer's, which this router has not.
+    engines = {
+        engine_id: engine
+        for engine_id, engine in state.engines.connected.items()
+        if not engine.serves_other_model(state.model_id)
+    }
     pending = PendingClaim(taker=taker, awaited=set(engines), until_s=now + state.limits.claim_timeout_s)
     state.requests.claims[key] = pending
     for engine in engines.values():
@@ -106,8 +114,25 @@ def _conclude(state: RouterState, key: bytes, pending: PendingClaim) -> None:
         num_tokens_before=answer.num_tokens_before,
         engine=None if answer.HasField("ended") else engine,
         ended=answer.ended if answer.HasField("ended") else None,
+        logprobs=_gather_logprobs(pending.answers),
     )
     results.append((pending.taker, found))
+
+
+def _gather_logprobs(
+    answers: list[tuple[ConnectedEngine, engine_pb2.ClaimAnswer]],
+) -> dict[int, engine_pb2.TokenLogprobs]:
+    """Gathers logprobs by the index of their token: each engine has those of its own part, the last owner's count."""
+    tokens = answers[-1][1].submit.output_token_ids
+    logprobs: dict[int, engine_pb2.TokenLogprobs] = {}
+    for _, answer in answers:
+        theirs = answer.submit.output_token_ids
+        logprobs |= {
+            index: entry
+            for index, entry in enumerate(answer.logprobs, answer.num_tokens_before)
+            if index < min(len(tokens), len(theirs)) and tokens[index] == theirs[index]
+        }
+    return logprobs
 
 
 def _drop(state: RouterState, engine: ConnectedEngine, answer: engine_pb2.ClaimAnswer) -> None:
