@@ -125,7 +125,7 @@ def test_an_expected_skip_is_counted_with_its_reason(tmp_path: Path) -> None:
     folder = tmp_path / "engine_image/tests"
     folder.mkdir(parents=True)
     skip = SKIP.replace("no reason", "this machine has RDMA devices")
-    (folder / "test_ucx_transport.py").write_text(skip)
+    (folder / "test_rdma_preflight.py").write_text(skip)
     report = tmp_path / "report.xml"
     subprocess.run(
         [sys.executable, "-m", "pytest", *OPTIONS, "--rootdir=.", ".", f"--junitxml={report}"],

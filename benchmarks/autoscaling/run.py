@@ -24,8 +24,8 @@ from benchmarks.autoscaling.fleet import WINDOW_S, FleetFigures, run_fleet
 from benchmarks.autoscaling.policies import HpaPolicy, ScalerPolicy, SchedulePolicy, make_oracle_schedule
 
 from sluice_cli.simulation.trace_files import load_rows
-from sluice_core.latency.catalog import load_model_on_gpu
-from sluice_core.planning.sizing import CapacityCurve
+from sluice_core.latency.measured_profiles import load_model_on_gpu
+from sluice_core.planning.capacity_curve import CapacityCurve
 from sluice_core.records import EngineId, Role, Slo
 from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, GC_THRESHOLD, Cell, EngineSetup, SimOptions
 from sluice_core.sim.goodput import search_goodput

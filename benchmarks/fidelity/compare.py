@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.fidelity.records import count_pauses
 from benchmarks.local_cluster.figures import compute_percentile, format_number, format_table
 
-from sluice_core.sim.hand_offs import ITERATION_ENDS, HandOffStep
+from sluice_core.sim.moves.hand_offs import ITERATION_ENDS, HandOffStep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

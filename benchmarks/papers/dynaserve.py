@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, MoveCause, Role, Slo
 from sluice_core.sim.cell import Arrival, Cell, EngineSetup, LengthsKnown, NoGrant, SimOptions
 from sluice_core.sim.simulation import Simulation

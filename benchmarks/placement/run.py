@@ -108,7 +108,7 @@ def match(index: PrefixIndex, hashes: Sequence[int]) -> tuple[dict[EngineId, int
     if not hashes:
         return {}, 0
     start = time.thread_time_ns()
-    cached = {engine_id: blocks * 16 for engine_id, blocks in index.match(hashes).items()}
+    cached = index.match(hashes, 16)
     return cached, time.thread_time_ns() - start
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, FlowParameters, Hold, Place, Role, Slo
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.placement import PlacementPolicy

@@ -8,11 +8,13 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from sluice_core.latency.architecture import MODELS, Architecture
-from sluice_core.latency.catalog import GPUS, ProfileKind, load_model_on_gpu
 from sluice_core.latency.kernels import Kernels, load_kernels
+from sluice_core.latency.known_gpus import GPUS
+from sluice_core.latency.known_models import MODELS
+from sluice_core.latency.measured_profiles import ProfileKind, load_model_on_gpu
 
 if TYPE_CHECKING:
+    from sluice_core.latency.architecture import Architecture
     from sluice_core.latency.fitting import Fit
 
 # GPUs per engine that hold the model on the smallest of the GPUs.

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sluice_core.sim.engine.sim_engine
-from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo
 from sluice_core.sim.cell import GC_THRESHOLD, Cell, EngineSetup, NoGrant, SimOptions, TtftEnd
 from sluice_core.sim.simulation import Simulation

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sluice_cli.simulation.trace_files import load_rows
-from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.planning.candidates import SearchSpace, SliderCandidate, list_chunk_sizes
 from sluice_core.planning.planner import Goal, Planner
 from sluice_core.planning.search import SearchEffort

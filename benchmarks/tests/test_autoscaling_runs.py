@@ -16,7 +16,7 @@ from benchmarks.autoscaling.run import TRACES
 
 from sluice_cli.simulation.trace_files import load_rows
 from sluice_core.latency import IterationProfile
-from sluice_core.planning.sizing import CapacityCurve
+from sluice_core.planning.capacity_curve import CapacityCurve
 from sluice_core.records import EngineId, Role, Slo
 from sluice_core.sim.cell import Arrival, EngineSetup
 from sluice_operator.api.sliders import Sliders

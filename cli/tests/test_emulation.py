@@ -8,7 +8,7 @@ import pytest
 
 from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_cli.simulation.cluster_spec import read_manifest_spec
-from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId
 from sluice_engine.emulation.emulated_gpu import find_gpu
 from sluice_engine.settings import EmulationSettings

@@ -292,6 +292,8 @@ class SavedTpot:
 
     def take(self, other: SavedTpot) -> None:
         """Count the decodes of another, which then has none."""
+        if not other._num_decodes:
+            return
         self._num_decodes += other._num_decodes
         self._objectives_s += other._objectives_s
         self._constant_s += other._constant_s

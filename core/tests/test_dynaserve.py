@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_simulation import make_arrivals, make_engines, run
 
-from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import (
     FlowParameters,
@@ -295,7 +295,7 @@ def test_kv_in_parts_is_there_sooner(sends_parts):
     cell = Cell(engines=engines, strategy=replace(DYNASERVE, policies=rules), options=options)
     simulation = run(cell, make_prompts(1))
     # 256 tokens take longer on this link than to compute, so that parts wait for one another.
-    waited_tokens = simulation.transfer_s * 1e9 / engines[0].kv_bytes_per_token
+    waited_tokens = simulation.links.transfer_s * 1e9 / engines[0].kv_bytes_per_token
     assert 256 <= waited_tokens < 900 if sends_parts else waited_tokens == pytest.approx(1024)
     assert sum(engine.counters.num_prefill_tokens for engine in simulation.engines) == 1200
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import (
     EarlyRejection,
     EngineId,

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_simulation import make_arrivals, make_engines, run
 
-from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import (
     EarlyRejection,
     EngineId,
@@ -27,9 +27,9 @@ from sluice_core.records import (
 from sluice_core.scheduling.batching import EngineBatch, RequestKind
 from sluice_core.scheduling.decode_order import DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.macro_instances import divide_engines
-from sluice_core.scheduling.phase_batching import PhaseBatching
-from sluice_core.scheduling.rolling_activation import RollingPlacement
+from sluice_core.scheduling.rolling.macro_instances import divide_engines
+from sluice_core.scheduling.rolling.phase_batching import PhaseBatching
+from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
 from sluice_core.sim.cell import AddEngineEvent, Arrival, Cell, ConfigureEvent, FailEvent, SimOptions, TtftEnd
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline

@@ -10,11 +10,12 @@ from test_simulation import A100_14B, make_arrivals, make_engines, run
 
 from sluice_core.records import FlowParameters, PrefillOrder, RequestId, Slo
 from sluice_core.scheduling.batching import EngineBatch
-from sluice_core.scheduling.slack_order import PrefillPredictor, QueuedPrefill, SlackOrder
+from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
+from sluice_core.scheduling.prefill_order.event_driven_selection import EventDrivenSelector
+from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor, QueuedPrefill, SlackOrder
 from sluice_core.sim.cell import Arrival, Cell, SimOptions
 from sluice_core.sim.requests import RequestState
 from sluice_core.strategies import get_strategy
-from sluice_core.strategies.flowprefill import DeadlineSelector, EventDrivenSelector
 
 FLOWPREFILL, AGGREGATED = get_strategy("flowprefill"), get_strategy("aggregated")
 CHUNK = 512

@@ -14,7 +14,7 @@ from sluice_core.latency import (
     estimate_transfer_s,
     find_link,
 )
-from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import IterationShape
 
 # Constant, token, token pair, chunk, decode, context token: seconds.

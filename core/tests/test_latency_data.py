@@ -4,7 +4,7 @@ import importlib.util
 from importlib import resources
 from pathlib import Path
 
-from sluice_core.latency.catalog import GPUS
+from sluice_core.latency.known_gpus import GPUS
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = 3_000_000

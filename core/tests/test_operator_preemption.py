@@ -9,7 +9,7 @@ from test_flowprefill import FLOWPREFILL, SLOS
 from test_simulation import A100_14B, make_arrivals, make_engines, run
 
 from sluice_core.records import FlowParameters, Slo
-from sluice_core.scheduling.slack_order import PrefillPredictor
+from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.sim.cell import Arrival, Cell, FailEvent, SimOptions
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.simulation import Simulation, Steering

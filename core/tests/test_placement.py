@@ -39,9 +39,7 @@ from sluice_core.scheduling.engine_table import (
     PROVEN_OBSERVATIONS,
     SHARE_MARGIN_TOKENS,
 )
-from sluice_core.scheduling.placement import (
-    explain,
-)
+from sluice_core.scheduling.placement_records import explain
 
 
 def choose_by_the_book(table, request, now):

@@ -9,10 +9,8 @@ from sluice_core.records import (
     EarlyRejection,
     EngineId,
 )
-from sluice_core.scheduling.placement import (
-    CACHED_TOKEN_WEIGHT,
-    explain,
-)
+from sluice_core.scheduling.assign_pass import CACHED_TOKEN_WEIGHT
+from sluice_core.scheduling.placement_records import explain
 
 
 @settings(max_examples=60, deadline=None)

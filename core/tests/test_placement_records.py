@@ -24,11 +24,8 @@ from sluice_core.records import (
     FlowParameters,
     Place,
 )
-from sluice_core.scheduling.placement import (
-    MAX_RECORDED_ENGINES,
-    LengthAwarePlacement,
-    explain,
-)
+from sluice_core.scheduling.placement import LengthAwarePlacement
+from sluice_core.scheduling.placement_records import MAX_RECORDED_ENGINES, explain
 
 
 @settings(max_examples=100, deadline=None)

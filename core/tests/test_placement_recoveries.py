@@ -13,9 +13,7 @@ from sluice_core.records import (
 from sluice_core.scheduling.engine_table import (
     RECOVERY_BURST_S,
 )
-from sluice_core.scheduling.placement import (
-    explain,
-)
+from sluice_core.scheduling.placement_records import explain
 
 
 def test_a_recovery_goes_where_it_is_done_first_not_where_the_queue_is_shortest():

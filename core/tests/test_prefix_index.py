@@ -27,29 +27,29 @@ def test_leading_blocks_are_those_that_a_look_at_each_would_find(seed):
         depth = next((position for position, block in enumerate(hashes) if block not in held), len(hashes))
         if depth:
             expected[f"e{number}"] = depth
-    assert index.match(hashes) == expected
+    assert index.match(hashes, 1) == expected
 
 
 def test_blocks_come_and_go_with_their_engine():
     index = PrefixIndex()
     index.update(A, [1, 2, 3], [])
     index.update(B, [1], [])
-    assert index.match([1, 2, 3, 4]) == {A: 3, B: 1}
+    assert index.match([1, 2, 3, 4], 1) == {A: 3, B: 1}
     index.update(A, [], [3, 9])
-    assert (index.match([1, 2, 3]), index.count_blocks(A)) == ({A: 2, B: 1}, 2)
+    assert (index.match([1, 2, 3], 1), index.count_blocks(A)) == ({A: 2, B: 1}, 2)
     index.forget(A)
     index.forget(A)
-    assert index.match([1, 2, 3]) == {B: 1}
+    assert index.match([1, 2, 3], 1) == {B: 1}
     assert (A in index, B in index, index.count_blocks(A)) == (False, True, 0)
 
 
 def test_a_prompt_without_full_blocks_is_nowhere():
     index = PrefixIndex()
     index.update(A, [1], [])
-    assert index.match([]) == {}
+    assert index.match([], 1) == {}
 
 
 def test_what_is_stored_and_removed_in_one_report_is_gone():
     index = PrefixIndex()
     index.update(A, [1, 2], [2])
-    assert index.match([1, 2]) == {A: 1}
+    assert index.match([1, 2], 1) == {A: 1}

@@ -133,10 +133,10 @@ def test_messages_of_a_move_take_their_time(message_s, copies_kv):
     if copies_kv:
         # The source offers its blocks when it looks; the target copies them, and the source is told to hand off.
         offered_s = next(end_s for end_s in ends if end_s > granted_s)
-        told_s = offered_s + 2 * message_s + simulation.transfer_s + 2 * message_s
+        told_s = offered_s + 2 * message_s + simulation.links.transfer_s + 2 * message_s
     assert count_ends(ends, told_s, ends[-1]) == 2
     joined_s = next(each.start_s for each in timeline.iterations if each.engine_id == "D0-0")
-    pulled_s = 0.0 if copies_kv else simulation.transfer_s
+    pulled_s = 0.0 if copies_kv else simulation.links.transfer_s
     assert joined_s == pytest.approx(ends[-1] + 2 * message_s + pulled_s, abs=1e-9)
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from naive_routers import NaiveRouters
 from test_simulation import SLO, STRATEGIES, describe, make_arrivals, make_engines, run
@@ -46,6 +46,8 @@ def make_cell(rng, name, routers, *, blocks, **options):
     report_s=st.sampled_from((0.0, 0.013, 0.05)),
     no_grant=st.sampled_from(NoGrant),
 )
+# A refused request asked a second time within an iteration, when blocks had become free before it.
+@example(seed=0, blocks=26, routers=FOUR, report_s=0.05, no_grant=NoGrant.WAIT)
 def test_several_routers_decide_as_the_plain_simulator_has_it(name, seed, blocks, routers, **options):
     rng = random.Random(seed)
     cell = make_cell(rng, name, routers, blocks=blocks, **options)

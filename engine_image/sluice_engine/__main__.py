@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice_engine.errors import EngineError, UnsupportedVllmError
-from sluice_engine.kv_transfer.ucx_transport import TransportLog, check_devices
+from sluice_engine.kv_transfer.rdma_preflight import check_devices
+from sluice_engine.kv_transfer.transport_in_use import TransportLog
 from sluice_engine.processes import StopSignal, leave
 from sluice_engine.settings import parse_settings
 from sluice_engine.startup.model_check import check_model

@@ -16,7 +16,7 @@ import uvloop
 
 from sluice.certificate_rotation import keep_fresh
 from sluice_engine import vllm_check
-from sluice_engine.kv_transfer import ucx_transport
+from sluice_engine.kv_transfer import transport_in_use
 from sluice_engine.server import metrics
 from sluice_engine.server.engine_server import EngineServer, ServerIntervals
 from sluice_engine.server.grpc_server import read_certificates, start_grpc
@@ -26,7 +26,7 @@ from sluice_engine.startup.warm_up import WarmUp
 
 if TYPE_CHECKING:
     from sluice.certificate_rotation import CertificateFolder
-    from sluice_engine.kv_transfer.ucx_transport import TransportLog
+    from sluice_engine.kv_transfer.transport_in_use import TransportLog
     from sluice_engine.processes import StopSignal
     from sluice_engine.settings import EngineSettings
 
@@ -62,8 +62,8 @@ def run(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
     epoch = identity.make_epoch()
     config = launch.make_vllm_config(settings, epoch)
     client = launch.start_core(config)
-    in_use = ucx_transport.find_transport(settings, log)
-    ucx_transport.check_transport(settings, in_use)
+    in_use = transport_in_use.find_transport(settings, log)
+    transport_in_use.check_transport(settings, in_use)
     builder = VllmRequestBuilder(config, launch.load_tokenizer(config))
     hello = identity.make_hello(settings, config, epoch)
     server = EngineServer(
@@ -104,7 +104,7 @@ async def start_and_serve(
 async def watch_transport(settings: EngineSettings, server: EngineServer, log: TransportLog) -> None:
     """Keeps the transport that is reported the one in use: it is chosen anew with each engine that is met."""
     while True:
-        in_use = ucx_transport.find_transport(settings, log)
+        in_use = transport_in_use.find_transport(settings, log)
         if in_use != server.transport:
             logger.info("KV goes over %s", in_use)
             server.transport = in_use

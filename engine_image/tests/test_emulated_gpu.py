@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from sluice_core.latency.catalog import load_model_on_gpu
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import IterationShape
 from sluice_engine.emulation.emulated_gpu import find_gpu
 from sluice_engine.errors import SettingsError

@@ -9,19 +9,25 @@ import pytest
 
 from sluice_core.kv import KvBlocks
 from sluice_core.records import MoveCause, Role
+from sluice_core.scheduling.decode_order import DecodeSet
 from sluice_engine.core_messages import ConfigureCommand, RequestExtras
 from sluice_engine.scheduling.move_proposals import MoveProposer
+from sluice_engine.scheduling.plan_in_force import PlanInForce
 
 NOW_S = 100.0
 
 
-def make_proposer(role: str) -> MoveProposer:
-    proposer = MoveProposer(max_batch_tokens=512, block_size_tokens=16, max_num_seqs=64)
-    plan = ConfigureCommand(
-        generation=1, role=role, chunk_size_tokens=256, strategy="TaiChi", chunk_sizes_tokens=[256, 512]
-    )
-    assert not proposer.configure(plan).error
-    return proposer
+def make_proposer(role: str) -> tuple[PlanInForce, MoveProposer]:
+    decodes = DecodeSet(block_size_tokens=16, max_num_seqs=64)
+    plan = PlanInForce(decodes, max_batch_tokens=512)
+    configure(plan, 1, role=role)
+    return plan, MoveProposer(decodes, plan)
+
+
+def configure(plan: PlanInForce, generation: int, **changes: Any) -> None:
+    fields: dict[str, Any] = {"role": "P-heavy", "chunk_size_tokens": 256, "strategy": "TaiChi"}
+    fields |= {"chunk_sizes_tokens": [256, 512], **changes}
+    assert not plan.configure(ConfigureCommand(generation=generation, **fields)).error
 
 
 def track(name: str, output_tokens: int, *, first_token_s: float | None = NOW_S, **extras: Any) -> Any:
@@ -41,7 +47,7 @@ def propose(proposer: MoveProposer, used: int) -> list[tuple[str, str]]:
 
 
 def test_a_decode_flows_back_by_the_objective_and_the_first_token_that_came_with_it() -> None:
-    proposer = make_proposer("P-heavy")
+    _, proposer = make_proposer("P-heavy")
     proposer.join(track("slow", 20, first_token_s=NOW_S - 2.0), NOW_S)
     proposer.join(track("quick", 20, first_token_s=NOW_S - 0.2), NOW_S)
     proposer.join(track("in no hurry", 20, first_token_s=NOW_S - 2.0, tpot_slo_s=5.0), NOW_S)
@@ -53,80 +59,27 @@ def test_a_decode_flows_back_by_the_objective_and_the_first_token_that_came_with
     ("since_reset", "first"), [(499, "long"), (3, "short")], ids=["never moved back", "moved back three tokens ago"]
 )
 def test_the_longest_output_since_its_last_backflow_is_degraded_first(since_reset: int, first: str) -> None:
-    proposer = make_proposer("D-heavy")
+    _, proposer = make_proposer("D-heavy")
     proposer.join(track("long", 500, output_tokens_since_reset=since_reset), NOW_S)
     proposer.join(track("short", 50, output_tokens_since_reset=49), NOW_S)
     assert propose(proposer, 955)[0] == (first, "degrade")
 
 
-def configure(proposer: MoveProposer, generation: int, **changes: Any) -> tuple[int, str, int, str]:
-    fields: dict[str, Any] = {
-        "role": "P-heavy",
-        "chunk_size_tokens": 256,
-        "strategy": "TaiChi",
-        "chunk_sizes_tokens": [256, 512],
-    }
-    fields |= changes
-    answer = proposer.configure(ConfigureCommand(generation=generation, **fields))
-    return answer.generation, str(answer.role), answer.chunk_size_tokens, answer.error
-
-
-def test_before_the_first_plan_the_largest_chunk_is_in_force() -> None:
-    proposer = MoveProposer(max_batch_tokens=512, block_size_tokens=16, max_num_seqs=64)
-    assert (proposer.plan.generation, proposer.plan.chunk_size_tokens, proposer.last_chunk_size_tokens) == (0, 512, 512)
-    assert proposer.role == "D-heavy"
-
-
-def test_a_plan_with_an_older_number_changes_nothing() -> None:
-    proposer = make_proposer("D-heavy")
-    assert configure(proposer, 5, chunk_size_tokens=128) == (5, "P-heavy", 128, "")
-    assert configure(proposer, 4, role="D-heavy") == (5, "P-heavy", 128, "")
-    # The same number again is in force: it may say the same, or what was corrected.
-    assert configure(proposer, 5, role="D-heavy") == (5, "D-heavy", 256, "")
-    assert proposer.role == "D-heavy"
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"chunk_size_tokens": 513}, "chunk size 513 is not in 0..512"),
-        ({"chunk_size_tokens": -1}, "chunk size -1 is not in 0..512"),
-        ({"strategy": "unheard of"}, "unheard of"),
-        ({"role": "no role"}, "no role"),
-    ],
-)
-def test_a_plan_that_cannot_be_carried_out_leaves_the_one_before_it_in_force(
-    changes: dict[str, Any], error: str
-) -> None:
-    proposer = make_proposer("D-heavy")
-    *in_force, message = configure(proposer, 2, **changes)
-    assert in_force == [1, "D-heavy", 256]
-    assert error in message
-    assert proposer.last_chunk_size_tokens == 256
-
-
-def test_chunk_size_0_keeps_the_size_that_started_prefills_end_with() -> None:
-    proposer = make_proposer("D-heavy")
-    assert configure(proposer, 2, chunk_size_tokens=512)[2] == 512
-    assert configure(proposer, 3, chunk_size_tokens=0)[2] == 0
-    assert (proposer.plan.chunk_size_tokens, proposer.last_chunk_size_tokens) == (0, 512)
-
-
 def test_a_draining_engine_sends_its_decodes_away() -> None:
-    proposer = make_proposer("D-heavy")
+    plan, proposer = make_proposer("D-heavy")
     proposer.join(track("a", 20), NOW_S)
     proposer.join(track("gone", 20), NOW_S)
     proposer.leave("gone")
     proposer.leave("never here")
     assert propose(proposer, 0) == []
-    configure(proposer, 2, role="D-heavy", is_draining=True)
+    configure(plan, 2, role="D-heavy", is_draining=True)
     assert propose(proposer, 0) == [("a", "drain")]
 
 
 def test_the_plan_sets_the_watermark() -> None:
-    proposer = make_proposer("D-heavy")
-    configure(proposer, 2, role="D-heavy", parameters={"watermark_percent": "50"})
-    assert proposer.policy.share_for(Role.PREFILL_HEAVY, MoveCause.DEGRADE) == 0.5
+    plan, proposer = make_proposer("D-heavy")
+    configure(plan, 2, role="D-heavy", parameters={"watermark_percent": "50"})
+    assert plan.policy.share_for(Role.PREFILL_HEAVY, MoveCause.DEGRADE) == 0.5
     proposer.join(track("a", 160), NOW_S)
     # 260 tokens are 17 blocks of 16: more than half of all are in use.
     (proposal,) = proposer.propose(NOW_S, KvBlocks(total=1000, used=501))
@@ -136,8 +89,8 @@ def test_the_plan_sets_the_watermark() -> None:
 
 @pytest.mark.parametrize(("factor", "names"), [("70", ["a"]), ("96", [])])
 def test_a_decode_flows_back_at_the_planned_share_of_its_objective(factor: str, names: list[str]) -> None:
-    proposer = make_proposer("P-heavy")
-    configure(proposer, 2, parameters={"approaching_factor_percent": factor})
+    plan, proposer = make_proposer("P-heavy")
+    configure(plan, 2, parameters={"approaching_factor_percent": factor})
     # 40 ms per token, where 50 ms are allowed.
     proposer.join(track("a", 20, first_token_s=NOW_S - 19 * 0.04), NOW_S)
     assert [name for name, cause in propose(proposer, 0) if cause == "backflow"] == names
@@ -145,8 +98,8 @@ def test_a_decode_flows_back_at_the_planned_share_of_its_objective(factor: str, 
 
 @pytest.mark.parametrize(("num_tokens", "names"), [("2", ["a"]), ("3", [])])
 def test_a_decode_that_moved_in_stays_for_the_planned_number_of_tokens(num_tokens: str, names: list[str]) -> None:
-    proposer = make_proposer("D-heavy")
-    configure(proposer, 2, role="D-heavy", parameters={"min_tokens_between_moves": num_tokens})
+    plan, proposer = make_proposer("D-heavy")
+    configure(plan, 2, role="D-heavy", parameters={"min_tokens_between_moves": num_tokens})
     tracked = track("a", 160)
     tracked.is_moved_in = True
     proposer.join(tracked, NOW_S)
@@ -156,8 +109,8 @@ def test_a_decode_that_moved_in_stays_for_the_planned_number_of_tokens(num_token
 
 
 def test_a_decode_that_sits_an_iteration_out_has_no_more_output() -> None:
-    proposer = make_proposer("D-heavy")
-    configure(proposer, 2, is_draining=True)
+    plan, proposer = make_proposer("D-heavy")
+    configure(plan, 2, is_draining=True)
     for name in ("runs", "waits"):
         proposer.join(track(name, 160), NOW_S)
     proposer.advance({"runs": 1, "another": 1})
@@ -167,7 +120,7 @@ def test_a_decode_that_sits_an_iteration_out_has_no_more_output() -> None:
 
 
 def test_the_first_token_is_now_unless_it_came_before() -> None:
-    proposer = make_proposer("P-heavy")
+    _, proposer = make_proposer("P-heavy")
     fresh, resumed = track("fresh", 1, first_token_s=None), track("resumed", 20, first_token_s=NOW_S - 2.0)
     for tracked in (fresh, resumed):
         proposer.join(tracked, NOW_S)

@@ -66,7 +66,7 @@ def test_a_new_policy_orders_what_waits_and_what_runs() -> None:
     policy = NewestFirst()
     selection = PrefillSelection(tracker, kv_usage=None)  # type: ignore[arg-type]  # the policy selects nothing
     scheduler = SimpleNamespace(
-        _tracker=tracker, _selection=selection, _moves=SimpleNamespace(policy=policy), running=running, **queues
+        _tracker=tracker, _selection=selection, _plan=SimpleNamespace(policy=policy), running=running, **queues
     )
     assert [request.request_id for request in scheduler.waiting] == ["0", "1", "2"]
     SluiceMixin._adopt_policy(scheduler)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sluice_core.planning.sizing import CapacityCurve
+from sluice_core.planning.capacity_curve import CapacityCurve
 from sluice_operator.autoscaling.decision import ScalerObservation, ScalerState, decide
 
 CURVE = CapacityCurve(((1, 2.0),))

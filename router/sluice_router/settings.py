@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
+from sluice_core.latency.known_gpus import parse_gpus
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.slo import ROUTER_WAIT_LIMIT_S
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from sluice_cli.simulation.simulation_settings import AHEAD
-from sluice_core.latency.catalog import Assumptions, ProfileKind, load_model_on_gpu
+from sluice_core.latency.measured_profiles import Assumptions, ProfileKind, load_model_on_gpu
 from sluice_core.latency.transfer import LINKS, LinkSpeed
 from sluice_core.records import EngineId, FlowParameters, Role
 from sluice_core.sim.cell import Cell, EngineSetup, RouterSetup, SimOptions, TransferLink

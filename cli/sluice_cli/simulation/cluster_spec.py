@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sluice_cli.simulation.simulation_settings import AHEAD, SimulationSettings, change_settings
-from sluice_core.latency.catalog import parse_gpus
+from sluice_core.latency.known_gpus import parse_gpus
 from sluice_core.records import EarlyRejection, Slo, SloClass
 from sluice_core.slo import ROUTER_WAIT_LIMIT_S
 from sluice_operator.api.sliders import resolve_sliders

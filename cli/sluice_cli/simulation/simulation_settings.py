@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sluice_core.latency.catalog import ProfileKind
+from sluice_core.latency.measured_profiles import ProfileKind
 from sluice_core.latency.transfer import LINKS
 from sluice_core.records import EarlyRejection, PrefillOrder
 from sluice_core.scheduling.baselines import PLACEMENTS

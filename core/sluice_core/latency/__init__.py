@@ -1,7 +1,8 @@
 """How long an iteration, a prefill and a KV transfer take.
 
-``model`` says what a latency model answers. ``online`` fits one to the iterations that an engine measures; ``profile``
-holds one as a table, and ``catalog`` builds it from measured kernels for a model on a GPU. ``transfer`` knows links.
+``interface`` says what a latency model answers. ``online`` fits one to the iterations that an engine measures;
+``iteration_profile`` holds one as a table, which ``measured_profiles`` builds for a model (``known_models``) on a GPU
+(``known_gpus``). ``transfer`` knows links.
 """
 
 from sluice_core.latency.interface import LatencyModel, PrefillCoefficients, compute_attention_work

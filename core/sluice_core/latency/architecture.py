@@ -1,4 +1,4 @@
-"""Dense models of the Llama and Qwen kind, by name or by their config.json."""
+"""The shape of a dense model of the Llama and Qwen kind, and how it is read from its config.json."""
 
 from __future__ import annotations
 
@@ -64,82 +64,6 @@ class Architecture:
         """Compute the KV cache of a token over all GPUs; more GPUs than KV heads hold copies (vLLM)."""
         num_kv_heads = max(self.num_kv_heads, tensor_parallel)
         return 2 * num_kv_heads * self.head_size * BYTES_PER_VALUE * self.num_layers
-
-
-# Sizes: the models' config.json.
-MODELS: dict[str, Architecture] = {
-    "llama-3-8b": Architecture(
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_size=128,
-        hidden_size=4096,
-        intermediate_size=14336,
-        vocabulary_tokens=128256,
-    ),
-    "qwen2.5-14b": Architecture(
-        num_layers=48,
-        num_heads=40,
-        num_kv_heads=8,
-        head_size=128,
-        hidden_size=5120,
-        intermediate_size=13824,
-        vocabulary_tokens=152064,
-    ),
-    "qwen2.5-32b": Architecture(
-        num_layers=64,
-        num_heads=40,
-        num_kv_heads=8,
-        head_size=128,
-        hidden_size=5120,
-        intermediate_size=27648,
-        vocabulary_tokens=152064,
-    ),
-    "codellama-34b": Architecture(
-        num_layers=48,
-        num_heads=64,
-        num_kv_heads=8,
-        head_size=128,
-        hidden_size=8192,
-        intermediate_size=22016,
-        vocabulary_tokens=32000,
-    ),
-    "llama-2-70b": Architecture(
-        num_layers=80,
-        num_heads=64,
-        num_kv_heads=8,
-        head_size=128,
-        hidden_size=8192,
-        intermediate_size=28672,
-        vocabulary_tokens=32000,
-    ),
-    "opt-13b": Architecture(
-        num_layers=40,
-        num_heads=40,
-        num_kv_heads=40,
-        head_size=128,
-        hidden_size=5120,
-        intermediate_size=20480,
-        vocabulary_tokens=50272,
-        has_gated_mlp=False,
-        has_tied_embeddings=True,
-        num_positions=2048,
-    ),
-}
-
-
-def find_architecture(name: str) -> Architecture:
-    """Look a model up by name, in any case.
-
-    Raises:
-        UnknownModelError: Lists the known ones.
-    """
-    found = MODELS.get(name.lower())
-    if found is None:
-        raise UnknownModelError(
-            f"model {name!r} is unknown; known are {', '.join(MODELS)}, or the path of a config.json"
-        )
-    return found
 
 
 def read_architecture(config: Mapping[str, object]) -> Architecture:

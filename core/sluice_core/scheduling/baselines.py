@@ -10,11 +10,14 @@ import math
 import random
 from collections.abc import Callable, Iterable
 
-from sluice_core.records import Decision, EarlyRejection, FlowParameters, Hold, Place, PrefillRequest
+from sluice_core.records import Decision, FlowParameters, Hold, Place, PrefillRequest
+from sluice_core.scheduling.assign_pass import AssignPass
+from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import get_view
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
 from sluice_core.scheduling.holding import get_urgency
-from sluice_core.scheduling.placement import NUM_RECORDS, AssignPass, LengthAwarePlacement, PlacementPolicy
+from sluice_core.scheduling.placement import LengthAwarePlacement, PlacementPolicy
+from sluice_core.scheduling.placement_records import NUM_RECORDS
 
 
 class _SloBlindPlacement:
@@ -94,8 +97,8 @@ class ShortestQueuePlacement(LengthAwarePlacement):
     """First come, first served: each prefill to the engine with the fewest queued tokens, whether it is in time or not.
 
     Of equally short queues the one with the most KV left is taken. Beyond the paper: cached tokens make up for queued
-    ones (``AssignPass.find_cached``); with ``EarlyRejection.REJECT`` a
-    request that this engine cannot serve in time is refused; a recovery goes where it is done first.
+    ones (``AssignPass.find_cached``); with ``EarlyRejection.REJECT`` a request that this engine cannot serve in time is
+    refused; a recovery goes where it is done first.
 
     Source: DistServe, section 4.3.
     """
@@ -115,9 +118,8 @@ class ShortestQueuePlacement(LengthAwarePlacement):
             shortest = assign_pass.find_cached(request, math.inf, shortest) or shortest
         deadline_s = request.arrival_s + request.slo.ttft_s
         is_feasible = assign_pass.estimate_done_s(request, get_view(shortest)) < deadline_s
-        if not is_feasible and self.parameters.early_rejection is EarlyRejection.REJECT:
-            return self._reject(assign_pass, request, [shortest], deadline_s)
-        return assign_pass.place(request, shortest, "shortest_queue", is_feasible=is_feasible)
+        rejected = None if is_feasible else reject_late(assign_pass, request, [shortest], deadline_s)
+        return rejected or assign_pass.place(request, shortest, "shortest_queue", is_feasible=is_feasible)
 
 
 def _accepts_prefills(state: EngineState, request: PrefillRequest) -> bool:

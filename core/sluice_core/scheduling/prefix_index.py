@@ -48,33 +48,44 @@ class PrefixIndex:
         """Forget an engine's blocks: it is lost, or has cleared its cache."""
         self._blocks.pop(engine_id, None)
 
-    def match(self, hashes: Sequence[int]) -> dict[EngineId, int]:
-        """Count the leading blocks of a prompt that each engine holds.
+    def match(self, hashes: Sequence[int], block_size_tokens: int) -> dict[EngineId, int]:
+        """Count the leading tokens of a prompt that each engine holds, in whole blocks.
 
         Args:
             hashes: Of the prompt's full blocks, from its start.
+            block_size_tokens: Tokens of a block.
 
         Returns:
-            Blocks by engine; engines without any are left out.
+            Tokens by engine; engines without any are left out.
         """
         found: dict[EngineId, int] = {}
         if not hashes:
             return found
         first, num_hashes = hashes[0], len(hashes)
-        guess = num_hashes
+        last = before = num_hashes
         for engine_id, blocks in self._blocks.items():
-            if first not in blocks:
+            # Engines often share the same part, such as a system prompt: the last two answers are tried first.
+            if hashes[last - 1] in blocks:
+                if last == num_hashes or hashes[last] not in blocks:
+                    found[engine_id] = last * block_size_tokens
+                    continue
+                low, high = last + 1, num_hashes + 1
+            elif first in blocks:
+                low, high = 1, last
+            else:
                 continue
-            # Engines often share the same part, such as a system prompt: the last answer is tried first.
-            if hashes[guess - 1] in blocks and (guess == num_hashes or hashes[guess] not in blocks):
-                found[engine_id] = guess
-                continue
-            low, high = 1, num_hashes + 1
+            if low <= before < high and hashes[before - 1] in blocks:
+                if before == num_hashes or hashes[before] not in blocks:
+                    found[engine_id] = before * block_size_tokens
+                    last, before = before, last
+                    continue
+                low = before + 1
             while high - low > 1:
                 middle = (low + high) // 2
                 if hashes[middle - 1] in blocks:
                     low = middle
                 else:
                     high = middle
-            found[engine_id] = guess = low
+            found[engine_id] = low * block_size_tokens
+            last, before = low, last
         return found

@@ -16,19 +16,21 @@ from collections.abc import Sequence
 
 from sluice_core.records import (
     Decision,
-    EarlyRejection,
     EngineId,
     FlowParameters,
     Hold,
     IterationShape,
     PrefillRequest,
 )
+from sluice_core.scheduling.assign_pass import AssignPass
 from sluice_core.scheduling.batching import PRIORITY_HEAD_START_S
 from sluice_core.scheduling.decode_flow import FlowRequest
+from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import EngineState, Entry, get_view
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.holding import Urgency, get_urgency
-from sluice_core.scheduling.placement import NUM_RECORDS, AssignPass, LengthAwarePlacement
+from sluice_core.scheduling.placement import LengthAwarePlacement
+from sluice_core.scheduling.placement_records import NUM_RECORDS
 
 
 class SlackPlacement(LengthAwarePlacement):
@@ -58,12 +60,13 @@ class SlackPlacement(LengthAwarePlacement):
             return Hold(request_id=request.request_id, reason="kv")
         done_s = assign_pass.estimate_done_s(request, get_view(entry))
         deadline_s = request.arrival_s + request.slo.ttft_s
-        if done_s >= deadline_s and self.parameters.early_rejection is EarlyRejection.REJECT:
-            return self._reject(assign_pass, request, candidates, deadline_s)
+        is_feasible = done_s < deadline_s
+        rejected = None if is_feasible else reject_late(assign_pass, request, candidates, deadline_s)
+        if rejected is not None:
+            return rejected
         free_at_s = entry[3]
         if self.parameters.credit_s and free_at_s - assign_pass.now > self.parameters.credit_s:
             return Hold(request_id=request.request_id, reason="late_binding")
-        is_feasible = done_s < deadline_s
         return assign_pass.place(request, entry, "feasible" if is_feasible else "least_late", is_feasible=is_feasible)
 
     def _find_first_done(

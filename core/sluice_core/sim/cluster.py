@@ -1,4 +1,4 @@
-"""The simulated cluster between events: its engines, its links, and what its routers know and hold."""
+"""The simulated cluster between events: its engines, and what its routers know and hold."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sluice_core.sim.cell import Arrival, Cell, EngineSetup, LengthsKnown, NoGra
 from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.known_prefixes import KnownPrefixes
+from sluice_core.sim.links import SimLinks
 from sluice_core.sim.requests import RequestState, SimRequest, check_arrivals
 from sluice_core.sim.routers import SimRouter, SimRouters
 from sluice_core.sim.timeline import Timeline
@@ -48,7 +49,7 @@ class SimCluster:
         gaps: Gaps between tokens.
         num_moves: Moves that began, by cause.
         num_blocked_moves: Proposals without a target.
-        transfer_s: Time that requests spent in transfers, waits for a link included.
+        links: Its links.
         routers: The routers.
 
     Raises:
@@ -63,7 +64,7 @@ class SimCluster:
         self.gaps = GapHistogram()
         self.num_moves: dict[MoveCause, int] = dict.fromkeys(MoveCause, 0)
         self.num_blocked_moves = 0
-        self.transfer_s = 0.0
+        self.links = SimLinks()
         check_arrivals(self.requests, cell.options.hash_block_tokens)
         self.routers = SimRouters(cell, len(self.requests))
         self._report_s = cell.options.report_s
@@ -75,7 +76,6 @@ class SimCluster:
         self._changed: list[EngineId] = []
         self._keeps_kv = False
         self._num_late_grants = 0
-        self._link_free_at_s: dict[str, float] = {}
         self._leaving: dict[EngineId, SimEngine] = {}
         self._prefixes: KnownPrefixes | None = None
         options = cell.options
@@ -262,8 +262,7 @@ class SimCluster:
     ) -> None:
         """Send the KV over the source's link; with a move, ``SimHandOffs.receive`` gets its arrival."""
         num_present = max(self.begin_move(request, cause), num_copied_tokens)
-        arrives_at_s = self.send_kv(source, max(0, request.num_kv_tokens - num_present))
-        self.transfer_s += arrives_at_s - self.now
+        arrives_at_s = self.links.send(self.now, source.setup, max(0, request.num_kv_tokens - num_present))
         if move is None:
             self._push(arrives_at_s, TRANSFER_END, request)
         else:
@@ -273,22 +272,7 @@ class SimCluster:
 
     def copy(self, source: SimEngine, num_tokens: int, move: object) -> None:
         """Send the KV of some tokens while their request runs on; ``SimHandOffs.receive`` gets its arrival."""
-        arrives_at_s = self.send_kv(source, num_tokens)
-        self.transfer_s += arrives_at_s - self.now
-        self._push(arrives_at_s, MOVE_STEP, move)
-
-    def send_kv(self, source: SimEngine, num_tokens: int) -> float:
-        """Put the KV of some tokens on the source's link.
-
-        Returns:
-            When it arrives.
-        """
-        link = source.setup.link
-        name = link.name or source.engine_id
-        free_at_s = self._link_free_at_s.get(name, 0.0)
-        num_bytes = num_tokens * source.setup.kv_bytes_per_token
-        self._link_free_at_s[name], arrives_at_s = link.speed.schedule(self.now, free_at_s, num_bytes)
-        return arrives_at_s
+        self._push(self.links.send(self.now, source.setup, num_tokens), MOVE_STEP, move)
 
     def send_message(self, move: object, duration_s: float) -> None:
         """Send a message from one engine of a move to the other; ``SimHandOffs.receive`` gets it."""

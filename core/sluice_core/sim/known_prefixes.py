@@ -54,9 +54,8 @@ class KnownPrefixes:
         cached: dict[EngineId, int] = {}
         for block_size in set(self._block_sizes.values()):
             keys = self._list_keys(request, block_size)
-            for engine_id, num_blocks in self._index.match(keys).items():
-                if self._block_sizes[engine_id] == block_size:
-                    cached[engine_id] = num_blocks * block_size
+            found = self._index.match(keys, block_size)
+            cached.update((name, tokens) for name, tokens in found.items() if self._block_sizes[name] == block_size)
         return cached
 
     def drop(self, request: SimRequest) -> None:

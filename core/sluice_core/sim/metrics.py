@@ -131,7 +131,7 @@ def summarize(simulation: Simulation) -> RunSummary:
         moves={cause.value: number for cause, number in simulation.num_moves.items() if number},
         num_blocked_moves=simulation.num_blocked_moves,
         num_preemptions=sum(engine.counters.num_preemptions for engine in simulation.engines),
-        transfer_share=simulation.transfer_s / served_s if served_s > 0 else 0.0,
+        transfer_share=simulation.links.transfer_s / served_s if served_s > 0 else 0.0,
         engines=tuple(_describe_use(engine, simulation.now) for engine in simulation.engines),
         num_queried_tokens=sum(cache.num_queried_tokens for cache in caches),
         num_hit_tokens=sum(cache.num_hit_tokens for cache in caches),

@@ -40,13 +40,13 @@ from sluice_core.sim.cluster import (
     TRANSFER_END,
     SimCluster,
 )
-from sluice_core.sim.cut_prompts import CutPrompts
 from sluice_core.sim.deadlines import TtftDeadlines
 from sluice_core.sim.engine.operator_interrupts import find_interrupt_s, interrupt
 from sluice_core.sim.engine.sim_engine import SimEngine
-from sluice_core.sim.grant_queue import GrantQueue
-from sluice_core.sim.hand_offs import SimHandOffs, SimMove
 from sluice_core.sim.known_prefixes import KnownPrefixes
+from sluice_core.sim.moves.cut_prompts import CutPrompts
+from sluice_core.sim.moves.grant_queue import GrantQueue
+from sluice_core.sim.moves.hand_offs import SimHandOffs, SimMove
 from sluice_core.sim.requests import RequestState, SimRequest, find_expired
 from sluice_core.sim.routers import SimRouter
 from sluice_core.sim.timeline import Timeline
@@ -357,10 +357,7 @@ class Simulation(SimCluster):
         engine.end(self.now)
         if self._prefixes is not None and engine.cache is not None:
             self._prefixes.report(engine.engine_id, engine.cache.take_changes(), self.now)
-        for request in engine.finished:
-            if not request.has_met_slo:
-                self._count_missed(request)
-            self.routers.of_request(request.index).policy.note_finished(request.request_id, request.output_tokens)
+        self._note_finished(engine)
         if self._timeline is not None:
             self._timeline.note_finished(engine.finished)
         may_place = engine.has_freed_blocks or bool(engine.prefilled)
@@ -368,7 +365,8 @@ class Simulation(SimCluster):
             for request in engine.prefilled:
                 self._grants_of(request).add(request, engine)
             engine.prefilled.clear()
-        self.cut_prompts.end_iteration(engine)
+        if self.cut_prompts.num_cut:
+            self.cut_prompts.end_iteration(engine)
         if engine.batch.num_decodes:
             self._propose(engine)
         if self._hand_offs is not None:
@@ -379,6 +377,12 @@ class Simulation(SimCluster):
             self._place_granted(engine)
         self.start_engine(engine)
         self._retry_held()
+
+    def _note_finished(self, engine: SimEngine) -> None:
+        for request in engine.finished:
+            if not request.has_met_slo:
+                self._count_missed(request)
+            self.routers.of_request(request.index).policy.note_finished(request.request_id, request.output_tokens)
 
     def _retry_held(self) -> None:
         """Ask the policies again whose routers hold requests, and see loads as they are."""
@@ -446,8 +450,8 @@ class Simulation(SimCluster):
             self._end_move(request, source)
         if source is not None:
             self.start_engine(source)
-            if source.has_freed_blocks and any(len(grants) for grants in self._grants):
-                source.has_freed_blocks = False
+            if source.has_freed_blocks:
+                source.has_freed_blocks = False  # whoever waits later has asked since
                 self._place_granted()
             self._retry_held()
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from sluice_core.records import FlowParameters
 from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy
-from sluice_core.scheduling.phase_batching import PhaseBatching
-from sluice_core.scheduling.rolling_activation import RollingPlacement
+from sluice_core.scheduling.rolling.phase_batching import PhaseBatching
+from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
 from sluice_core.strategies.interface import Need, RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.parameters import (
     EARLY_REJECTION,

@@ -13,7 +13,8 @@ from sluice_core.scheduling.batching import ChunkedPrefillPolicy, EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.decode_order import DecodeSet
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.placement import LengthAwarePlacement, PlacementPolicy, PlacementRecord
+from sluice_core.scheduling.placement import LengthAwarePlacement, PlacementPolicy
+from sluice_core.scheduling.placement_records import PlacementRecord
 from sluice_core.strategies.interface import RouterPolicy, Strategy
 
 

@@ -19,7 +19,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from sluice_core.latency import compute_attention_work
-from sluice_core.latency.catalog import DEFAULT_ASSUMPTIONS
+from sluice_core.latency.measured_profiles import DEFAULT_ASSUMPTIONS
 from sluice_core.records import IterationShape
 from sluice_engine.core_messages import decode_extras
 from sluice_engine.emulation.emulated_gpu import find_gpu, read_settings

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sluice_core.latency import IterationProfile
-from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
 from sluice_core.latency.interface import UnknownModelError
+from sluice_core.latency.known_gpus import parse_gpus
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_engine.errors import SettingsError
 from sluice_engine.settings import EmulationSettings
 

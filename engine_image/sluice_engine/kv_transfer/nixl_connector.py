@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 
 from sluice_core.kv import blocks_for_tokens, count_tail_tokens
 from sluice_engine.core_messages import NUM_TOKENS_KEY
-from sluice_engine.kv_transfer import nixl_progress, ucx_transport
+from sluice_engine.kv_transfer import nixl_progress, transport_in_use
 from sluice_engine.kv_transfer.kv_handles import read_handle, read_offer
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class SluiceConnectorWorker(NixlPullConnectorWorker):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with keep_affinity():
             super().__init__(*args, **kwargs)
-        ucx_transport.keep_flushed()
+        transport_in_use.keep_flushed()
 
     def _handle_heartbeat(self, payload: str) -> None:
         """Leases are not extended."""

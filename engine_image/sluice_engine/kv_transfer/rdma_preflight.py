@@ -1,7 +1,7 @@
 """``python -m sluice_engine.kv_transfer.rdma_preflight``: checks before the engine loads whether KV can go over RDMA.
 
-Standard library only. The result goes to the pod's termination message, and from there into the condition NetworkReady.
-With ``--require`` a problem ends the pod's start; otherwise it is a warning.
+The result goes to the pod's termination message, and from there into the condition NetworkReady. With ``--require`` a
+problem ends the pod's start; otherwise it is a warning. ``check_devices`` is what the engine itself checks.
 """
 
 from __future__ import annotations
@@ -11,8 +11,18 @@ import ctypes
 import resource
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-DEVICES = Path("/dev/infiniband")
+from sluice_engine.errors import RdmaError
+
+if TYPE_CHECKING:
+    from sluice_engine.settings import EngineSettings
+
+# Where Linux lists RDMA devices, EFA's too.
+DEVICES = Path("/sys/class/infiniband")
+# Where it has their files for programs.
+VERBS_DEVICES = Path("/dev/infiniband")
+EFA_DRIVER = "efa"
 TERMINATION_LOG = Path("/dev/termination-log")
 LIBFABRIC = "libfabric.so.1"
 # UCX registers tens of megabytes before it moves anything; containerd's default is 8 MiB.
@@ -55,7 +65,28 @@ def is_loadable(library: str) -> bool:
     return True
 
 
-def main(arguments: list[str] | None = None, *, devices: Path = DEVICES, log: Path = TERMINATION_LOG) -> int:
+def check_devices(settings: EngineSettings, devices: Path = DEVICES) -> None:
+    """Refuses an engine that must use RDMA and has nothing to use, before vLLM loads for minutes.
+
+    Raises:
+        RdmaError: Says what is missing.
+    """
+    if not settings.require_rdma:
+        return
+    if settings.kv_backend == "LIBFABRIC":
+        found, what = has_efa(devices), "EFA device"
+    else:
+        found, what = any(devices.glob("*")), "RDMA device"
+    if not found:
+        raise RdmaError(f"RDMA is required, and there is no {what} in {devices}; see the pod's resources")
+
+
+def has_efa(devices: Path) -> bool:
+    """Whether a device is one of EFA's."""
+    return any((device / "device" / "driver").resolve().name == EFA_DRIVER for device in devices.glob("*"))
+
+
+def main(arguments: list[str] | None = None, *, devices: Path = VERBS_DEVICES, log: Path = TERMINATION_LOG) -> int:
     """Runs the check; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m sluice_engine.kv_transfer.rdma_preflight", description="Checks RDMA."

@@ -20,6 +20,7 @@ from vllm.v1.request import RequestStatus
 from sluice_core.kv import blocks_for_tokens
 from sluice_core.records import MoveCause
 from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.decode_order import DecodeSet
 from sluice_engine import core_messages, vllm_check
 from sluice_engine.kv_transfer.grant_table import GrantTable
 from sluice_engine.kv_transfer.kv_offers import KvOffers
@@ -36,6 +37,7 @@ from sluice_engine.scheduling.late_scheduling import ExpectedArrivals
 from sluice_engine.scheduling.load_report import measure_load
 from sluice_engine.scheduling.move_proposals import MoveProposer
 from sluice_engine.scheduling.phase_tracker import PhaseTracker
+from sluice_engine.scheduling.plan_in_force import PlanInForce
 from sluice_engine.scheduling.prefill_room import PrefillRoom
 from sluice_engine.scheduling.prefill_selection import PrefillSelection
 from sluice_engine.scheduling.prefix_recorder import PrefixRecorder
@@ -66,12 +68,10 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         vllm_check.check_scheduler(self)
         die_with_parent()
         manager = self.kv_cache_manager
-        self._moves = MoveProposer(
-            max_batch_tokens=self.max_num_scheduled_tokens,
-            block_size_tokens=self.block_size,
-            max_num_seqs=self.max_num_running_reqs,
-        )
-        self._tracker = RequestTracker(self._moves.policy)
+        decodes = DecodeSet(block_size_tokens=self.block_size, max_num_seqs=self.max_num_running_reqs)
+        self._plan = PlanInForce(decodes, max_batch_tokens=self.max_num_scheduled_tokens)
+        self._moves = MoveProposer(decodes, self._plan)
+        self._tracker = RequestTracker(self._plan.policy)
         self._grants = GrantTable(manager.block_pool)
         self._hand_offs = OutgoingHandOffs(self.connector, self.max_model_len)
         self._offers = KvOffers(self.connector, manager, self.block_size)
@@ -138,8 +138,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         return core_messages.EmptyAnswer()
 
     def _configure(self, command: core_messages.ConfigureCommand) -> core_messages.ConfigureAnswer:
-        answer = self._moves.configure(command)
-        if self._moves.policy is not self._tracker.policy:
+        answer = self._plan.configure(command)
+        if self._plan.policy is not self._tracker.policy:
             self._adopt_policy()
         if self._recorder is not None:
             self._recorder.note_plan(answer)
@@ -147,7 +147,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
 
     def _adopt_policy(self) -> None:
         """Puts every request into the order of the policy in force; the heap holds none while its place changes."""
-        self._selection.adopt(self._moves.policy)
+        self._selection.adopt(self._plan.policy)
         for queue in (self.waiting, self.kv_holding_waiting):
             requests = list(queue)
             queue.remove_requests(requests)
@@ -159,8 +159,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
 
     def _grant(self, command: core_messages.GrantCommand) -> core_messages.GrantAnswer:
         room = EngineRoom(
-            is_draining=self._moves.plan.is_draining,
-            share=self._moves.policy.share_for(self._moves.role, MoveCause(command.cause)),
+            is_draining=self._plan.command.is_draining,
+            share=self._plan.policy.share_for(self._plan.role, MoveCause(command.cause)),
             has_seat=self._has_seat(),
             kv=self._kv_usage.measure(),
             num_prefill_blocks=self._inflight_prefill_reserved_blocks(),
@@ -265,11 +265,11 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         self._offers.expire(now_s)
         self._cancel_late_pulls(now_s)
         num_under_way, under_way_s = (
-            self._timer.estimate_rest_s(self._moves.latency) if self._moves.policy.uses_latency else (0, 0.0)
+            self._timer.estimate_rest_s(self._plan.latency) if self._plan.policy.uses_latency else (0, 0.0)
         )
         limits = self._prefill_room.renew(
-            self._moves.plan,
-            self._moves.last_chunk_size_tokens,
+            self._plan.command,
+            self._plan.last_chunk_size_tokens,
             now_s,
             num_under_way=num_under_way,
             under_way_s=under_way_s,
@@ -314,7 +314,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             if tracked.kind is RequestKind.JOINING and not tracked.is_moved_in:
                 self._pulls.finish(tracked, has_failed=False)  # there was nothing to wait for
         settle_batch(batch, self._tracker)
-        if batch.new_decodes and self._moves.policy.hands_off_prefills(self._moves.role):
+        if batch.new_decodes and self._plan.policy.hands_off_prefills(self._plan.role):
             self._hand_off_prefills(batch)
         self._timer.start(output, batch)
 
@@ -336,11 +336,11 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         if measured is not None:
             batch, iteration = measured
             self._selection.observe(iteration)
-            if self._moves.policy.uses_latency:
+            if self._plan.policy.uses_latency:
                 shape = batch.make_shape()
-                if self._moves.policy.records_iterations:
-                    self._moves.policy.record_iteration(shape, iteration.duration_s)
-                self._moves.latency.observe(shape, iteration.duration_s)
+                if self._plan.policy.records_iterations:
+                    self._plan.policy.record_iteration(shape, iteration.duration_s)
+                self._plan.latency.observe(shape, iteration.duration_s)
             if self._recorder is not None:
                 self._recorder.note_end(iteration.duration_s)
             proposals = self._propose_moves(scheduler_output, batch)
@@ -360,7 +360,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
 
     def _measure_load(self) -> core_messages.SchedulerLoad:
         return measure_load(
-            self._moves.plan,
+            self._plan.command,
             self._tracker,
             self._kv_usage.measure(),
             pulls=self._pulls,

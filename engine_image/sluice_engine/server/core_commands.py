@@ -10,7 +10,7 @@ from sluice_engine.server import wire_conversion
 
 if TYPE_CHECKING:
     from sluice_engine.core_client import CoreClient
-    from sluice_engine.server.plan_in_force import PlanInForce
+    from sluice_engine.server.plan_relay import PlanRelay
     from sluice_engine.server.router_session import KvSource, RouterSession
     from sluice_engine.server.session_table import SessionTable
 
@@ -25,7 +25,7 @@ class CoreCommands:
         kv_source: This engine's KV.
     """
 
-    def __init__(self, client: CoreClient, sessions: SessionTable, plan: PlanInForce, kv_source: KvSource) -> None:
+    def __init__(self, client: CoreClient, sessions: SessionTable, plan: PlanRelay, kv_source: KvSource) -> None:
         self._client = client
         self._sessions = sessions
         self._plan = plan

@@ -19,7 +19,7 @@ from sluice_engine.server.core_commands import CoreCommands
 from sluice_engine.server.core_outputs import find_report, take_report, take_tokens
 from sluice_engine.server.counters import ServerCounters
 from sluice_engine.server.load_reports import LoadReporter
-from sluice_engine.server.plan_in_force import PlanInForce
+from sluice_engine.server.plan_relay import PlanRelay
 from sluice_engine.server.router_session import KvSource
 from sluice_engine.server.session_table import SessionTable
 from sluice_engine.server.submits import SubmitHandler
@@ -84,7 +84,7 @@ class EngineServer:
         kv_source = KvSource(engine_id=hello.engine_id, epoch=hello.epoch, fingerprint=hello.fingerprint)
         self._sessions = SessionTable(kv_source, self.counters)
         self._usage = UsageRelay()
-        self._plan = PlanInForce(hello.max_batch_tokens)
+        self._plan = PlanRelay(hello.max_batch_tokens)
         self._reports = LoadReporter(self._sessions, self.counters, clock, transport)
         self._submits = SubmitHandler(self._sessions, builder, hello.fingerprint, self.counters, clock)
         self._commands = CoreCommands(client, self._sessions, self._plan, kv_source)

@@ -58,7 +58,7 @@ def configure_command(message: wire.Configure, generation: int, is_leaving: bool
 
     Args:
         message: As the router sent it.
-        generation: Generation for the EngineCore; see ``PlanInForce``.
+        generation: Generation for the EngineCore; see ``PlanRelay``.
         is_leaving: The process drains, whatever the plan says.
 
     Raises:

@@ -8,8 +8,12 @@ so many were wanted throughout the one window, fewer only when no more were want
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from sluice_core.planning.sizing import CapacityCurve, Demand
+from sluice_core.planning.demand_forecast import DemandForecast
+
+if TYPE_CHECKING:
+    from sluice_core.planning.capacity_curve import CapacityCurve
 
 # What waits at the routers is to be gone within so long, beside what arrives.
 BACKLOG_S = 30.0
@@ -60,7 +64,7 @@ class ScalerState:
         replicas: Engines to have; None: nothing was decided yet.
     """
 
-    demand: Demand = field(default_factory=lambda: Demand(lead_s=0.0))
+    demand: DemandForecast = field(default_factory=lambda: DemandForecast(lead_s=0.0))
     num_arrived: float | None = None
     began_s: float = 0.0
     recommendations: tuple[tuple[float, int], ...] = ()

@@ -12,7 +12,8 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sluice_core.latency.catalog import load_model_on_gpu, parse_gpus
+from sluice_core.latency.known_gpus import parse_gpus
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
 from sluice_core.planning.candidates import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
 from sluice_core.planning.comparison import CandidateComparison, RankedCandidate

@@ -14,7 +14,7 @@ from sluice_operator.api.model_identity import identify_model
 from sluice_operator.kubernetes.quantities import add_bytes
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import EngineSite, render_engine_command, render_engine_environment
-from sluice_operator.resources.pods import containers, rdma
+from sluice_operator.resources.pods import containers, pod_defaults, rdma
 from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
 from sluice_operator.resources.pods.user_pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash
@@ -89,13 +89,12 @@ def render_engines(cluster: ServingCluster, replicas: int, default_image: str, g
 def _render_template(cluster: ServingCluster, image: str, gpu_resource_name: str) -> Object:
     name, spec = cluster.metadata.name, cluster.spec
     labels = names.select_component(name, names.ENGINE)
-    lifecycle, grace_s = containers.render_termination(spec.engine.drain_timeout_seconds)
     # Emulated engines load no weights.
     model = mount_model(spec.model, names.name_plan(name), files=ROUTER_FILES if spec.engine.emulation else ())
     # Engines ask routers for certificates; the control plane speaks with routers only.
     security = describe_security(cluster, names.ENGINE, locate_in_pod, control_name="")
     volumes, mounts = mount_secrets(cluster, names.ENGINE)
-    container = _render_container(spec, image, lifecycle, security)
+    container = _render_container(spec, image, security)
     container["resources"] = _render_resources(spec, gpu_resource_name)
     container["volumeMounts"] += [model.mount, *mounts]
     container["env"] = [*model.variables, *container["env"]]
@@ -108,14 +107,14 @@ def _render_template(cluster: ServingCluster, image: str, gpu_resource_name: str
             "annotations": {},
         },
         "spec": {
-            **containers.render_pod_defaults(
-                spec.engine.service_account_name or names.name_workload(name, names.ENGINE)
+            **pod_defaults.render_pod_defaults(
+                spec.engine.service_account_name or names.name_workload(name, names.ENGINE),
+                spec.engine.drain_timeout_seconds,
             ),
-            "terminationGracePeriodSeconds": grace_s,
-            "topologySpreadConstraints": containers.render_topology_spread(labels),
+            "topologySpreadConstraints": pod_defaults.render_topology_spread(labels),
             "containers": [container],
-            "volumes": [*model.volumes, containers.TMP_VOLUME, {"name": SHARED_MEMORY, "emptyDir": memory}, *volumes],
-            **containers.render_placement(spec.engine),
+            "volumes": [*model.volumes, pod_defaults.TMP_VOLUME, {"name": SHARED_MEMORY, "emptyDir": memory}, *volumes],
+            **pod_defaults.render_placement(spec.engine),
         },
     }
     if model.init_containers:
@@ -130,7 +129,7 @@ def _render_template(cluster: ServingCluster, image: str, gpu_resource_name: str
     return merged
 
 
-def _render_container(spec: ServingClusterSpec, image: str, lifecycle: Object, security: Security) -> Object:
+def _render_container(spec: ServingClusterSpec, image: str, security: Security) -> Object:
     site = EngineSite(
         engine_id=EngineId(f"$({ENGINE_ID_VARIABLE})"),
         host="0.0.0.0",
@@ -149,7 +148,7 @@ def _render_container(spec: ServingClusterSpec, image: str, lifecycle: Object, s
         "env": _render_variables(spec),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "securityContext": containers.CONTAINER_SECURITY,
-        "lifecycle": lifecycle,
+        "lifecycle": containers.LIFECYCLE,
         **containers.render_probes("/readyz", spec.engine.startup_timeout_seconds),
         "volumeMounts": [containers.TMP_MOUNT, {"name": SHARED_MEMORY, "mountPath": "/dev/shm"}],  # noqa: S108
     }

@@ -8,7 +8,7 @@ from sluice_operator.api import names
 from sluice_operator.api.model_identity import identify_model
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import RouterSite, render_router_command
-from sluice_operator.resources.pods import containers
+from sluice_operator.resources.pods import containers, pod_defaults
 from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
 from sluice_operator.resources.pods.user_pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ROUTERS, compute_rollout_hash
@@ -60,7 +60,6 @@ def render_routers(cluster: ServingCluster, default_image: str, control_name: st
 def _render_template(cluster: ServingCluster, image: str, control_name: str) -> Object:
     name, spec = cluster.metadata.name, cluster.spec
     labels = names.select_component(name, names.ROUTER)
-    lifecycle, grace_s = containers.render_termination(spec.router.drain_timeout_seconds)
     model = mount_model(spec.model, names.name_plan(name), files=ROUTER_FILES)
     plan = {
         "name": PLAN_VOLUME,
@@ -72,7 +71,7 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
     }
     security = describe_security(cluster, names.ROUTER, locate_in_pod, control_name)
     volumes, mounts = mount_secrets(cluster, names.ROUTER)
-    container = _render_container(cluster, image, lifecycle, security)
+    container = _render_container(cluster, image, security)
     container["volumeMounts"] += [model.mount, *mounts]
     container["env"] = [*model.variables, *container["env"]]
     template: Object = {
@@ -80,14 +79,14 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
             "labels": {**names.label_child(name, names.ROUTER), names.MODEL_LABEL: identify_model(spec.model)}
         },
         "spec": {
-            **containers.render_pod_defaults(
-                spec.router.service_account_name or names.name_workload(name, names.ROUTER)
+            **pod_defaults.render_pod_defaults(
+                spec.router.service_account_name or names.name_workload(name, names.ROUTER),
+                spec.router.drain_timeout_seconds,
             ),
-            "terminationGracePeriodSeconds": grace_s,
-            "topologySpreadConstraints": containers.render_topology_spread(labels),
+            "topologySpreadConstraints": pod_defaults.render_topology_spread(labels),
             "containers": [container],
-            "volumes": [*model.volumes, containers.TMP_VOLUME, plan, *volumes],
-            **containers.render_placement(spec.router),
+            "volumes": [*model.volumes, pod_defaults.TMP_VOLUME, plan, *volumes],
+            **pod_defaults.render_placement(spec.router),
         },
     }
     if model.init_containers:
@@ -104,7 +103,7 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
     return merged
 
 
-def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, security: Security) -> Object:
+def _render_container(cluster: ServingCluster, image: str, security: Security) -> Object:
     site = RouterSite(
         host="0.0.0.0",
         http_port=names.HTTP_PORT,
@@ -133,7 +132,7 @@ def _render_container(cluster: ServingCluster, image: str, lifecycle: Object, se
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "resources": _render_resources(cluster.spec.router.resources),
         "securityContext": containers.CONTAINER_SECURITY,
-        "lifecycle": lifecycle,
+        "lifecycle": containers.LIFECYCLE,
         **containers.render_probes("/livez", STARTUP_S),
         "volumeMounts": [
             containers.TMP_MOUNT,

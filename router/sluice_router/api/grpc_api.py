@@ -25,7 +25,8 @@ from sluice_router.api.request_preparation import (
     to_router_error,
 )
 from sluice_router.api.response_streams import GrpcResponseStream
-from sluice_router.errors import InvalidRequestError, RouterError, error_status_of
+from sluice_router.error_statuses import error_status_of
+from sluice_router.errors import InvalidRequestError, RouterError
 from sluice_router.observability.request_traces import read_trace_headers
 from sluice_router.scheduling.requests import Finish
 from sluice_router.security.access_control import OPEN_ACCESS

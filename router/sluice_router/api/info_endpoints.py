@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from sluice_router.api.openai_responses import format_error, strip_id_prefix
+from sluice_router.error_statuses import error_status_of
 from sluice_router.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     RouterError,
     UnauthenticatedError,
-    error_status_of,
 )
 
 if TYPE_CHECKING:

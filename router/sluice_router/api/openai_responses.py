@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sluice.v1 import sampling_pb2
 from sluice_router.api.logprobs import format_chat_logprobs, format_completion_logprobs
-from sluice_router.errors import RouterError, error_status_of
+from sluice_router.error_statuses import error_status_of
 from sluice_router.scheduling.requests import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sluice_router.errors import RouterError
     from sluice_router.scheduling.requests import Finish
     from sluice_router.text.output import Delta, OutputSettings
     from sluice_router.text.tokenizer import ModelText

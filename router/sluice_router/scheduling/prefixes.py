@@ -60,15 +60,14 @@ def find_cached(pool: EnginePool, request: LiveRequest) -> dict[EngineId, int]:
         if hashes is None:
             hashes = PromptHashes(request.new.prompt_token_ids, scheme, request.new.cache_salt)
             request.prompt_hashes[scheme] = hashes
-        for engine_id, num_blocks in _match(index, hashes).items():
-            cached[engine_id] = num_blocks * scheme.block_size_tokens
+        cached.update(_match(index, hashes, scheme.block_size_tokens))
     return cached
 
 
-def _match(index: PrefixIndex, hashes: PromptHashes) -> dict[EngineId, int]:
+def _match(index: PrefixIndex, hashes: PromptHashes, block_size_tokens: int) -> dict[EngineId, int]:
     num_blocks = FIRST_BLOCKS
     known = hashes.extend(num_blocks)
     while len(known) < hashes.num_blocks and index.holds(known[-1]):
         num_blocks *= GROWTH
         known = hashes.extend(num_blocks)
-    return index.match(known)
+    return index.match(known, block_size_tokens)

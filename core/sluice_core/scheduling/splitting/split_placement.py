@@ -18,10 +18,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from sluice_core.records import Decision, EarlyRejection, FlowParameters, Hold, Leg, PrefillRequest, RequestId
+from sluice_core.records import Decision, FlowParameters, Hold, Leg, PrefillRequest, RequestId
+from sluice_core.scheduling.assign_pass import AssignPass
+from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import EngineState, get_view
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.placement import NUM_RECORDS, AssignPass, LengthAwarePlacement
+from sluice_core.scheduling.placement import LengthAwarePlacement
+from sluice_core.scheduling.placement_records import NUM_RECORDS
 from sluice_core.scheduling.splitting.execution_predictor import ExecutionPredictor
 from sluice_core.scheduling.splitting.output_lengths import OutputLengths, RunningQuantile
 from sluice_core.scheduling.splitting.split_search import TOLERANCE_S, ServerClock, Split, search_split
@@ -178,8 +181,9 @@ class SplitPlacement(LengthAwarePlacement):
         deadline_s = request.arrival_s + request.slo.ttft_s
         done_s = assign_pass.estimate_done_s(part, view)
         is_feasible = done_s < deadline_s or request.is_recovery
-        if not is_feasible and self.parameters.early_rejection is EarlyRejection.REJECT:
-            return self._reject(assign_pass, request, [entry], deadline_s)
+        rejected = None if is_feasible else reject_late(assign_pass, request, [entry], deadline_s)
+        if rejected is not None:
+            return rejected
         reason = "split" if is_split else "whole"
         place = assign_pass.place(part, entry, "recovery" if request.is_recovery else reason, is_feasible=is_feasible)
         self._predictor.commit(

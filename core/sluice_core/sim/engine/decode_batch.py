@@ -79,7 +79,7 @@ class DecodeBatch:
             Requests that may have their last one now, each with the batch epoch in which that was to be.
         """
         self.iteration += 1
-        self.decodes.advance([request.request_id for request in self.paused])
+        self.decodes.advance([request.request_id for request in self.paused] if self.paused else ())
         self.context_tokens += self.num_decodes
         if self.paused:
             for request in self.paused:

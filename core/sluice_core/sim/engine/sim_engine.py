@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
 from sluice_core.scheduling.batching import EnginePolicy, RequestKind
@@ -18,6 +19,8 @@ from sluice_core.sim.engine.preemption import (
 from sluice_core.sim.engine.scheduler_state import SchedulerState
 from sluice_core.sim.engine.suspended_batch import IterationRest
 from sluice_core.sim.requests import RequestState, SimRequest
+
+_NEVER_S: Final = math.inf  # looking it up in the module costs as much as a tenth of an iteration
 
 
 class SimEngine(SchedulerState):
@@ -94,7 +97,7 @@ class SimEngine(SchedulerState):
         self.prefilled: list[SimRequest] = []
         self.parted: list[SimRequest] = []
         self.num_operators = 0
-        self.interrupts_at_s = math.inf
+        self.interrupts_at_s = _NEVER_S
         self.withholds_decodes = False
         self._prefilled_alone: list[SimRequest] = []  # joined the decodes with the end of an iteration of prefills
         self._profile = setup.profile
@@ -390,7 +393,7 @@ class SimEngine(SchedulerState):
     def end(self, now: float) -> None:
         """Take the iteration's tokens in; see ``finished``."""
         self.is_running = False
-        self.interrupts_at_s = math.inf
+        self.interrupts_at_s = _NEVER_S
         self.note_change()
         self.prefills.end_batch()
         counters, num_decodes = self.counters, 0 if self.withholds_decodes else self.batch.num_decodes
@@ -400,7 +403,8 @@ class SimEngine(SchedulerState):
         counters.num_output_tokens += num_decodes
         counters.num_prefill_tokens += self.prefills.num_tokens
         self.finished = []
-        self._prefilled_alone = []
+        if self._prefilled_alone:
+            self._prefilled_alone = []
         ending = None
         if not self.withholds_decodes:
             self._count_gaps(now)
@@ -424,12 +428,13 @@ class SimEngine(SchedulerState):
     def _count_gaps(self, now: float) -> None:
         """Count the gaps that end with the iteration; decodes that were left out go on with theirs."""
         joined, paused = self.joined, self.batch.paused
-        self.joined = list(paused)
-        for request in paused:
-            if request not in joined:  # else it had none in the iteration before either
-                request.last_token_s = now - self.duration_s
-        if paused:
-            joined = [request for request in joined if request not in paused]
+        if joined or paused:
+            self.joined = list(paused)
+            for request in paused:
+                if request not in joined:  # else it had none in the iteration before either
+                    request.last_token_s = now - self.duration_s
+            if paused:
+                joined = [request for request in joined if request not in paused]
         self._gaps.add(self.duration_s, self.batch.num_decodes - len(joined))
         for request in joined:
             self._gaps.add(now - request.last_token_s, 1)

@@ -1,4 +1,4 @@
-"""What all containers and pods share: security contexts, probes, termination, environment."""
+"""What all containers share: security context, probes, resources, environment; ``pod_defaults`` has what pods share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 # Routers notice a terminating pod at their next DNS resolution; until then it must still answer.
 PRE_STOP_S = 2
-# Time beyond the drain for the interpreter and the kubelet to finish.
-TERMINATION_MARGIN_S = 15
+LIFECYCLE: Object = {"preStop": {"sleep": {"seconds": PRE_STOP_S}}}
 STARTUP_PERIOD_S = 2
 
 # Kubernetes' Pod Security level "restricted".
@@ -24,18 +23,8 @@ CONTAINER_SECURITY: Object = {
     "capabilities": {"drop": ["ALL"]},
     "readOnlyRootFilesystem": True,
 }
-# The images' user. Volumes belong to its group, so that a model cache that root made can be written.
-IMAGE_USER = 65532
-POD_SECURITY: Object = {
-    "runAsNonRoot": True,
-    "seccompProfile": {"type": "RuntimeDefault"},
-    "fsGroup": IMAGE_USER,
-    # Not file by file where the group is right already: a cache holds hundreds of gigabytes.
-    "fsGroupChangePolicy": "OnRootMismatch",
-}
 # The root is read-only: caches go to an emptyDir.
 TMP_MOUNT: Object = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108 - a volume of the pod's own
-TMP_VOLUME: Object = {"name": "tmp", "emptyDir": {}}
 
 
 def render_resources(resources: Resources) -> Object:
@@ -71,18 +60,6 @@ def render_probes(startup_path: str, startup_s: int) -> Object:
     }
 
 
-def render_termination(drain_s: int) -> tuple[Object, int]:
-    """Renders how a container terminates.
-
-    Args:
-        drain_s: Longest time that it hands its work over, in seconds.
-
-    Returns:
-        Its lifecycle, and the pod's grace period in seconds, which must be longer than the preStop sleep.
-    """
-    return {"preStop": {"sleep": {"seconds": PRE_STOP_S}}}, PRE_STOP_S + drain_s + TERMINATION_MARGIN_S
-
-
 def render_environment(own: Mapping[str, Any], users: Sequence[Object] = ()) -> list[Object]:
     """Renders environment variables, each name once; validation refuses users' values for our own names.
 
@@ -104,40 +81,6 @@ def render_user_variables(fields: PodFields) -> list[Object]:
     return [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in fields.env]
 
 
-def render_placement(fields: PodFields) -> Object:
-    """Renders where a pod runs, and by which credentials its images are pulled, without empty parts."""
-    placement: Object = {
-        "imagePullSecrets": [{"name": name} for name in fields.image_pull_secrets],
-        "nodeSelector": dict(fields.node_selector),
-        "tolerations": [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in fields.tolerations],
-        "affinity": fields.affinity,
-    }
-    return {name: value for name, value in placement.items() if value}
-
-
 def render_init_container(container: Object, image: str) -> Object:
     """Completes an init container."""
     return {**container, "image": image, "imagePullPolicy": "IfNotPresent", "securityContext": CONTAINER_SECURITY}
-
-
-def render_pod_defaults(service_account: str) -> Object:
-    """Renders the defaults of every pod: no token, no environment of Services, no privileges."""
-    return {
-        "serviceAccountName": service_account,
-        "automountServiceAccountToken": False,
-        # Environment variables of Services break vLLM (vllm-project/vllm issue 34199).
-        "enableServiceLinks": False,
-        "securityContext": POD_SECURITY,
-    }
-
-
-def render_topology_spread(labels: dict[str, str]) -> list[Object]:
-    """Renders the constraint that spreads pods over nodes where possible."""
-    return [
-        {
-            "maxSkew": 1,
-            "topologyKey": "kubernetes.io/hostname",
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {"matchLabels": labels},
-        }
-    ]

@@ -20,8 +20,9 @@ from sluice_operator.api.names import (
     ROUTER,
 )
 from sluice_operator.api.validation import OWNED_ENVIRONMENT, OWNED_PREFIX
-from sluice_operator.resources.pods.containers import CONTAINER_SECURITY, POD_SECURITY
+from sluice_operator.resources.pods.containers import CONTAINER_SECURITY
 from sluice_operator.resources.pods.model_volume import FETCH_MODEL, RESOLVE_MODEL
+from sluice_operator.resources.pods.pod_defaults import POD_SECURITY
 from sluice_operator.resources.pods.pod_isolation import find_cross_namespace_terms, find_isolation_violations
 from sluice_operator.resources.pods.rdma import PREFLIGHT
 

@@ -53,21 +53,21 @@ class CutPrompts:
         computing = self._computing.get(engine.engine_id)
         if not computing:
             return
+        cluster = self._cluster
         parted, engine.parted = engine.parted, []
         still = [request for request in computing if request.is_cut and request.target == engine.engine_id]
-        if self._cluster.cell.options.sends_parts:
+        if cluster.cell.options.sends_parts:
             for request in still:
                 computed = request.num_computed_tokens
                 if request not in parted and computed > request.sent_tokens:
-                    self._cluster.send_kv(engine, computed - request.sent_tokens)
+                    cluster.links.send_ahead(cluster.now, engine.setup, computed - request.sent_tokens)
                     request.sent_tokens = computed
         for request in parted:
             request.source = engine.engine_id
             request.num_moves += 1
-            self._cluster.num_moves[MoveCause.SPLIT] += 1
-            arrives_at_s = self._cluster.send_kv(engine, request.part_tokens - request.sent_tokens)
-            self._cluster.transfer_s += arrives_at_s - self._cluster.now
-            self._cluster.push(arrives_at_s, TRANSFER_END, request)
+            cluster.num_moves[MoveCause.SPLIT] += 1
+            left_tokens = request.part_tokens - request.sent_tokens
+            cluster.push(cluster.links.send(cluster.now, engine.setup, left_tokens), TRANSFER_END, request)
         self._computing[engine.engine_id] = [request for request in still if request not in parted]
 
     def arrive(self, request: SimRequest, source: SimEngine | None, second: SimEngine | None) -> None:

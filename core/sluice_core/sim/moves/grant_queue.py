@@ -12,7 +12,7 @@ from sluice_core.records import MoveCause, Role
 from sluice_core.sim.cell import NoGrant
 from sluice_core.sim.cluster import SimCluster
 from sluice_core.sim.engine.sim_engine import SimEngine
-from sluice_core.sim.hand_offs import SimHandOffs
+from sluice_core.sim.moves.hand_offs import SimHandOffs
 from sluice_core.sim.requests import RequestState, SimRequest
 
 

@@ -7,21 +7,12 @@ forms that DistServe fitted to OPT-13B, for iterations that hold prefills or dec
 
 from __future__ import annotations
 
-import json
-import re
 import statistics
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from pathlib import Path
 
-from sluice_core.latency.architecture import (
-    BYTES_PER_VALUE,
-    MODELS,
-    Architecture,
-    find_architecture,
-    read_architecture,
-)
+from sluice_core.latency.architecture import BYTES_PER_VALUE, Architecture
 from sluice_core.latency.fitting import fit_times
 from sluice_core.latency.interface import UnknownModelError
 from sluice_core.latency.iteration_profile import (
@@ -31,10 +22,10 @@ from sluice_core.latency.iteration_profile import (
     ModelOnGpu,
 )
 from sluice_core.latency.kernels import NS, Kernels, interpolate, load_data, load_kernels
+from sluice_core.latency.known_gpus import find_gpu
+from sluice_core.latency.known_models import find_architecture, find_model
 
-GPUS = ("a100-80g", "h100-80g", "h200-141g", "l40s-48g")
 TABLE_TOKENS = 16_384
-_GPUS = re.compile(r"(?P<gpu>.+?)(?:x(?P<number>[1-9]\d*))?")
 # Share of a GPU's memory that vLLM may fill, and what its activations take of it.
 MEMORY_SHARE = 0.9
 ACTIVATION_BYTES = 3_000_000_000
@@ -124,43 +115,6 @@ def load_model_on_gpu(
         kv_capacity_tokens=kv_capacity_tokens,
         profile=profile,
     )
-
-
-def parse_gpus(text: str) -> tuple[str, int]:
-    """Read the GPUs of an engine: ``a100-80g``, or ``a100-80gx2`` for two that share it; returns name and number."""
-    match = _GPUS.fullmatch(text)
-    return (match["gpu"], int(match["number"] or 1)) if match else (text, 1)
-
-
-def find_gpu(gpu: str) -> str:
-    """Find a GPU's name, in any case, with or without its memory (``a100`` is ``a100-80g``).
-
-    Raises:
-        UnknownModelError: Lists the known names.
-    """
-    found = [name for name in GPUS if gpu.lower() in {name, name.partition("-")[0]}]
-    if not found:
-        raise UnknownModelError(f"GPU {gpu!r} is unknown; known are {', '.join(GPUS)}")
-    return found[0]
-
-
-def find_model(model: str) -> tuple[str, Architecture]:
-    """Find a model by name or by the path of its config.json; returns its name and shape.
-
-    Raises:
-        UnknownModelError: Lists the known names.
-    """
-    path = Path(model)
-    if model.lower() not in MODELS and (path.suffix == ".json" or path.is_dir()):
-        file = path / "config.json" if path.is_dir() else path
-        try:
-            config = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise UnknownModelError(f"{file} cannot be read: {error}") from error
-        if not isinstance(config, dict):
-            raise UnknownModelError(f"{file} is no model's config.json")
-        return file.parent.name, read_architecture(config)
-    return model.lower(), find_architecture(model)
 
 
 def compute_kv_capacity_tokens(shape: Architecture, memory_bytes: int, tensor_parallel: int) -> int:

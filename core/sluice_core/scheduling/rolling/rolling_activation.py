@@ -16,11 +16,14 @@ import random
 from collections.abc import Iterable
 
 from sluice_core.latency import compute_attention_work
-from sluice_core.records import Decision, EarlyRejection, FlowParameters, Hold, PrefillRequest
+from sluice_core.records import Decision, FlowParameters, Hold, PrefillRequest
+from sluice_core.scheduling.assign_pass import AssignPass
+from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import EngineState, get_view
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.macro_instances import MacroInstances
-from sluice_core.scheduling.placement import NUM_RECORDS, AssignPass, LengthAwarePlacement
+from sluice_core.scheduling.placement import LengthAwarePlacement
+from sluice_core.scheduling.placement_records import NUM_RECORDS
+from sluice_core.scheduling.rolling.macro_instances import MacroInstances
 
 SATISFIED = ""
 KV = "kv"
@@ -136,8 +139,9 @@ class RollingPlacement(LengthAwarePlacement):
         candidates = assign_pass.list_candidates(request)
         if not candidates:
             return Hold(request_id=request.request_id, reason=assign_pass.explain_no_candidate())
-        if self.parameters.early_rejection is EarlyRejection.REJECT:
-            return self._reject(assign_pass, request, candidates, request.arrival_s + request.slo.ttft_s)
+        rejected = reject_late(assign_pass, request, candidates, request.arrival_s + request.slo.ttft_s)
+        if rejected is not None:
+            return rejected
         least_late = assign_pass.find_least_late(request, candidates)
         if least_late < 0:
             return Hold(request_id=request.request_id, reason="kv")

@@ -1,4 +1,4 @@
-"""The part of the plan that this engine is under.
+"""A router's part of the plan on its way to the EngineCore, and the last one that it acknowledged.
 
 Routers may be on different generations for a second: the highest (cluster uid, generation) wins, whichever router
 brings it.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sluice_engine.core_messages import ConfigureAnswer
 
 
-class PlanInForce:
+class PlanRelay:
     """The part in force, and the newest one on its way to the EngineCore.
 
     Args:

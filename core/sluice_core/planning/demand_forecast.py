@@ -1,8 +1,4 @@
-"""How many engines a rate needs: goodput by the number of engines, and what the rate will be when they serve.
-
-Goodput grows a little faster than the engines, because larger clusters even bursts out. Between two sizes whose goodput
-a search has found, goodput per engine is taken to lie on a straight line; beyond them it stays what it is there.
-"""
+"""What rate to expect when an engine that is started now serves: the trend, with the headroom that sufficed before."""
 
 from __future__ import annotations
 
@@ -21,58 +17,8 @@ _ENOUGH_ERRORS = 40
 _FIRST_HEADROOM = 1.2  # until so many errors are known
 
 
-@dataclass(frozen=True, slots=True)
-class CapacityCurve:
-    """Goodput by the number of engines.
-
-    Args:
-        points: Engines with their goodput in requests per second, ascending; at least one.
-
-    Raises:
-        ValueError: No points, or not ascending.
-    """
-
-    points: tuple[tuple[int, float], ...]
-
-    def __post_init__(self) -> None:
-        sizes = [size for size, _ in self.points]
-        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
-            raise ValueError(f"goodputs of {sizes} engines; sizes are positive and ascend")
-
-    def estimate_goodput_rps(self, num_engines: int) -> float:
-        """Estimate the goodput of so many engines."""
-        per_engine = [(size, goodput / size) for size, goodput in self.points]
-        last = per_engine[0]
-        for size, each in per_engine:
-            if size >= num_engines:
-                if size == last[0]:
-                    return each * num_engines
-                part = (num_engines - last[0]) / (size - last[0])
-                return num_engines * (last[1] + (each - last[1]) * part)
-            last = (size, each)
-        return last[1] * num_engines
-
-    def count_engines(self, rate_rps: float, least: int, most: int) -> int:
-        """Count the fewest engines that serve a rate; ``most`` where none do.
-
-        Args:
-            rate_rps: The rate.
-            least: Fewest.
-            most: Most.
-        """
-        for number in range(max(least, 1), most):
-            if self.estimate_goodput_rps(number) >= rate_rps:
-                return least if rate_rps <= 0.0 else number
-        return least if rate_rps <= 0.0 else most
-
-    def add(self, num_engines: int, goodput_rps: float) -> CapacityCurve:
-        """Add a size, or find its goodput anew."""
-        others = [point for point in self.points if point[0] != num_engines]
-        return CapacityCurve(tuple(sorted([*others, (num_engines, goodput_rps)])))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class DemandForecast:
     """What arrives, and how well its forecasts came true. Immutable.
 
     Args:
@@ -93,7 +39,7 @@ class Demand:
     due: tuple[float, ...] = ()
     errors: tuple[float, ...] = ()
 
-    def count(self, now: float, num_arrived: float) -> Demand:
+    def count(self, now: float, num_arrived: float) -> DemandForecast:
         """Count requests that arrived since the last call; bins that are over are closed."""
         if self.bin_start_s is None:
             return replace(self, bin_start_s=now, bin_count=num_arrived)
@@ -133,7 +79,7 @@ class Demand:
         return max(1.0, ordered[min(int(self.quantile * len(ordered)), len(ordered) - 1)])
 
 
-def _close_bin(demand: Demand, count: float) -> Demand:
+def _close_bin(demand: DemandForecast, count: float) -> DemandForecast:
     """Close a bin: compare what came with what was forecast, and forecast anew."""
     found = replace(demand, counts=(*demand.counts, count)[-int(_MOST_TREND_S / BIN_S) :])
     horizon = max(1, math.ceil(demand.lead_s / BIN_S))

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from sluice_engine.__main__ import write_termination_log
 from sluice_engine.errors import RdmaError
-from sluice_engine.kv_transfer.ucx_transport import (
-    DEVICES,
+from sluice_engine.kv_transfer.rdma_preflight import check_devices
+from sluice_engine.kv_transfer.transport_in_use import (
     TransportLog,
-    check_devices,
     check_transport,
     find_data_transports,
     find_transport,
@@ -196,15 +192,6 @@ def test_an_emulated_engine_reports_an_emulated_transport(log: TransportLog) -> 
     assert find_transport(SETTINGS.model_copy(update={"emulation": EmulationSettings()}), log) == "emulated"
 
 
-def test_rdma_that_is_required_is_refused_without_a_device_before_anything_loads(tmp_path: Path) -> None:
-    required = SETTINGS.model_copy(update={"require_rdma": True})
-    check_devices(SETTINGS, tmp_path)
-    with pytest.raises(RdmaError, match=f"no RDMA device in {tmp_path}"):
-        check_devices(required, tmp_path)
-    (tmp_path / "mlx5_0").mkdir()
-    check_devices(required, tmp_path)
-
-
 @pytest.mark.parametrize("transport", ["rc_mlx5", "cma,rc_mlx5", ""], ids=["RDMA", "with shared memory", "unknown"])
 def test_rdma_that_is_required_and_used_is_served(transport: str) -> None:
     check_transport(SETTINGS.model_copy(update={"require_rdma": True}), transport)
@@ -215,26 +202,3 @@ def test_tcp_is_refused_only_where_rdma_is_required(transport: str) -> None:
     check_transport(SETTINGS, transport)
     with pytest.raises(RdmaError, match=f"KV would go over {transport}"):
         check_transport(SETTINGS.model_copy(update={"require_rdma": True}), transport)
-
-
-def test_the_program_refuses_with_a_message_and_an_exit_status_of_its_own(tmp_path: Path) -> None:
-    """What a machine without RDMA shows; vLLM is not even imported."""
-    if any(DEVICES.glob("*")):
-        pytest.skip("this machine has RDMA devices")
-    options = ["--engine-id=e", "--port=1", "--metrics-port=2", "--kv-host=127.0.0.1", "--kv-port=3", "--model=m"]
-    command = [sys.executable, "-X", "importtime", "-m", "sluice_engine", *options, "--max-batch-tokens=64"]
-    done = subprocess.run(
-        [*command, "--require-rdma=true"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 6
-    assert f"sluice_engine: RDMA is required, and there is no RDMA device in {DEVICES}" in done.stderr
-    assert "| vllm" not in done.stderr
-
-
-def test_the_termination_log_is_written_where_there_is_one(tmp_path: Path) -> None:
-    log = tmp_path / "termination-log"
-    write_termination_log("RDMA is required", log)
-    assert not log.exists()
-    log.touch()
-    write_termination_log("RDMA is required", log)
-    assert log.read_text() == "RDMA is required"

@@ -16,21 +16,19 @@ import os
 import re
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice_engine.errors import RdmaError
+from sluice_engine.kv_transfer.rdma_preflight import DEVICES, EFA_DRIVER, has_efa
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
+    from pathlib import Path
 
     from sluice_engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
-# Where Linux lists RDMA devices, EFA's too.
-DEVICES = Path("/sys/class/infiniband")
-EFA_DRIVER = "efa"
 CONNECTION = re.compile(r"UCX\s+INFO\s.*?(self|intra-node|inter-node) cfg#\d+ (.*)$")
 LANES = re.compile(r"(\w+?)(?:#\d+)?\(([^)]*)\)")
 PROBLEM = re.compile(r"UCX\s+(?:FATAL|ERROR|WARN)\s")
@@ -122,22 +120,6 @@ def find_transport(settings: EngineSettings, log: TransportLog, devices: Path = 
     return log.read()
 
 
-def check_devices(settings: EngineSettings, devices: Path = DEVICES) -> None:
-    """Refuses an engine that must use RDMA and has nothing to use, before vLLM loads for minutes.
-
-    Raises:
-        RdmaError: Says what is missing.
-    """
-    if not settings.require_rdma:
-        return
-    if settings.kv_backend == "LIBFABRIC":
-        found, what = has_efa(devices), "EFA device"
-    else:
-        found, what = any(devices.glob("*")), "RDMA device"
-    if not found:
-        raise RdmaError(f"RDMA is required, and there is no {what} in {devices}; see the pod's resources")
-
-
 def check_transport(settings: EngineSettings, transport: str) -> None:
     """Refuses an engine that must use RDMA and would not.
 
@@ -150,8 +132,3 @@ def check_transport(settings: EngineSettings, transport: str) -> None:
             f"RDMA is required, and KV would go over {transport}; check the device's state, its memory limit and "
             f"{variables or 'UCX_TLS'}"
         )
-
-
-def has_efa(devices: Path) -> bool:
-    """Whether a device is one of EFA's."""
-    return any((device / "device" / "driver").resolve().name == EFA_DRIVER for device in devices.glob("*"))

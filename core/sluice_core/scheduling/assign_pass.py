@@ -1,0 +1,249 @@
+"""One pass over waiting prefills: which engines could run a prompt, and when its first token would be out.
+
+Source: TaiChi, section 3.4, Algorithm 2, lines 2 to 9; ``placement`` has the rest of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from sluice_core.latency import compute_attention_work
+from sluice_core.records import EarlyRejection, EngineId, Hold, Place, PrefillRequest
+from sluice_core.scheduling.engine_state import EngineView, Entry, get_view
+from sluice_core.scheduling.engine_table import RECOVERY_BURST_S, EngineTable
+
+_INFINITY: Final = math.inf  # looking it up in the module costs as much as a few engines of the walk
+CACHED_TOKEN_WEIGHT: Final = 8.0  # queued prefill tokens that a cached token of the prompt makes up for
+
+
+class Walk(NamedTuple):
+    """Result of a walk: positions among the candidates, -1 for none.
+
+    Args:
+        feasible: The first feasible one.
+        least_late: When there is none: of those with enough KV blocks, the one where the request would be done first.
+    """
+
+    feasible: int
+    least_late: int
+
+
+class AssignPass:
+    """One call of ``assign``: its arguments, and what it has learned about holds so far.
+
+    Within a call engines only fill up, so what did not fit once is not tried again: a long queue of waiting requests
+    costs one walk, not one per request.
+
+    Args:
+        now: Seconds on the caller's clock.
+        engines: The engines.
+        early_rejection: What the parameters say of prompts that no engine serves in time.
+
+    Attributes:
+        chosen: Where the last prompt was placed, as it stood before.
+    """
+
+    __slots__ = (
+        "_holds",
+        "_is_blocked_by_kv",
+        "_least_kv_held",
+        "chosen",
+        "early_rejection",
+        "engines",
+        "now",
+    )
+
+    def __init__(self, now: float, engines: EngineTable, early_rejection: EarlyRejection) -> None:
+        self.early_rejection = early_rejection
+        self.now = now
+        self.engines = engines
+        self.chosen: Entry | None = None
+        self._least_kv_held = _INFINITY
+        self._is_blocked_by_kv = False
+        self._holds: set[str] = set()
+
+    def find_hold(self, request: PrefillRequest) -> Hold | None:
+        """Hold a request that cannot fare better than one held before it in this call."""
+        if self._least_kv_held <= request.prompt_tokens or (self._is_blocked_by_kv and not request.is_recovery):
+            return Hold(request_id=request.request_id, reason="kv")
+        if "recovery_cap" in self._holds and request.is_recovery:
+            return Hold(request_id=request.request_id, reason="recovery_cap")
+        return None
+
+    def note_hold(self, request: PrefillRequest, hold: Hold) -> None:
+        """Learn from a hold what cannot fit either in the rest of this pass."""
+        if request.excluded:
+            return  # it could not use every engine, so it says nothing about other requests
+        if hold.reason == "kv" and self.early_rejection is EarlyRejection.REJECT:
+            return  # those behind it may have to be rejected, and soon
+        self._holds.add(hold.reason)
+        if hold.reason == "kv":
+            self._least_kv_held = min(self._least_kv_held, request.prompt_tokens)
+            # A prompt that waits for KV beyond its TTFT SLO is not overtaken any more: large prompts would starve
+            # behind small ones, which always find room first.
+            due_s = request.next_token_due_s if request.is_recovery else request.arrival_s
+            is_overdue = self.now > due_s + request.slo.ttft_s
+            self._is_blocked_by_kv = self._is_blocked_by_kv or (is_overdue and self._can_ever_fit(request))
+
+    def list_candidates(self, request: PrefillRequest) -> Sequence[Entry]:
+        """List the engines that can take a prefill and are not excluded, in ascending order of their queues."""
+        if not request.excluded:
+            return self.engines.order
+        return [entry for entry in self.engines.order if get_view(entry).engine_id not in request.excluded]
+
+    def explain_no_candidate(self) -> str:
+        """Say why there is no candidate."""
+        is_full = any(view.blocked_reason == "room" for view in self.engines.blocked.values())
+        return "room" if is_full else "no_engine"
+
+    def walk(self, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float) -> Walk:
+        """Find the first feasible engine (TaiChi, section 3.4, Algorithm 2, lines 2 to 9).
+
+        The hot loop: it repeats ``estimate_done_s`` in place, and only where a bound from below, which needs half the
+        arithmetic, does not already exclude the engine.
+        """
+        now, tokens = self.now, request.prompt_tokens
+        least_late, least_late_s = -1, _INFINITY  # an infeasible engine is done at the deadline or later
+        for position, entry in enumerate(candidates):
+            (
+                _queued_tokens,
+                _rank,
+                _number,
+                free_at_s,
+                least_token_s,
+                square_s,
+                token_s,
+                iteration_s,
+                room_tokens,
+                available_tokens,
+                latency_s,
+                _view,
+            ) = entry
+            # Line 3: Q ends when the queue is empty, or now.
+            start_s = free_at_s if free_at_s > now else now  # noqa: FURB136 - calling max() costs a third of the loop
+            if start_s + tokens * (least_token_s + square_s * tokens) >= least_late_s:
+                continue
+            # Beyond the paper: without KV blocks for the prompt the engine could not run it.
+            if available_tokens < tokens:
+                continue
+            # Lines 4 and 5: E, of which each iteration of the prompt is a part, and T.
+            num_iterations = -(-tokens // room_tokens)
+            done_s = start_s + tokens * (token_s + square_s * tokens) + num_iterations * iteration_s + latency_s
+            if done_s < deadline_s:  # line 6: Q + E + T < the TTFT SLO
+                return Walk(position, -1)
+            if done_s < least_late_s:
+                least_late, least_late_s = position, done_s
+        return Walk(-1, least_late)
+
+    def find_cached(self, request: PrefillRequest, deadline_s: float, plain: Entry | None) -> Entry | None:
+        """Find a feasible engine that has so much of a prompt in its cache that it is the better choice.
+
+        Line 12 of Algorithm 2 takes the shortest queue. A cached token is one that need not be computed: it makes up
+        for ``CACHED_TOKEN_WEIGHT`` queued ones. Where nothing is cached that is the paper's rule.
+
+        Args:
+            request: The request.
+            deadline_s: When its first token is due.
+            plain: What the paper's rule chooses, as though nothing was cached; None: nothing is feasible then.
+
+        Returns:
+            The engine; None: ``plain`` is as good.
+        """
+        best: Entry | None = None
+        least = _INFINITY
+        if plain is not None:
+            least = plain[0] - CACHED_TOKEN_WEIGHT * request.cached_tokens.get(get_view(plain).engine_id, 0)
+        engines, excluded = self.engines, request.excluded
+        for engine_id, cached in request.cached_tokens.items():
+            state = engines.peek(engine_id)
+            entry = None if state is None else state.entry
+            if entry is None:
+                continue
+            score = entry[0] - CACHED_TOKEN_WEIGHT * cached
+            if score >= least or (excluded and engine_id in excluded):
+                continue
+            if self.is_feasible(request, get_view(entry), deadline_s):
+                best, least = entry, score
+        return best
+
+    def find_least_late(self, request: PrefillRequest, candidates: Sequence[Entry]) -> int:
+        """Find where a prompt with cached tokens would be done first; -1 when none has the KV blocks."""
+        fitting = [
+            position
+            for position, entry in enumerate(candidates)
+            if get_view(entry).available_tokens >= request.prompt_tokens
+        ]
+        return min(fitting, key=lambda each: self.estimate_done_s(request, get_view(candidates[each])), default=-1)
+
+    def is_feasible(self, request: PrefillRequest, view: EngineView, deadline_s: float) -> bool:
+        """Say whether an engine has the KV blocks and meets the deadline."""
+        return view.available_tokens >= request.prompt_tokens and self.estimate_done_s(request, view) < deadline_s
+
+    def is_open_to_recoveries(self, view: EngineView) -> bool:
+        """Say whether an engine may take one more recovery: no other prefill waits, or its share is not used up."""
+        if view.queued_prefill_tokens == 0:
+            return True
+        return self.engines[view.engine_id].recovery_free_at_s <= self.now + RECOVERY_BURST_S
+
+    def estimate_done_s(self, request: PrefillRequest, view: EngineView) -> float:
+        """Estimate when the first token could be out, transfer included, on the caller's clock."""
+        queue_s, execute_s, transfer_s = estimate_prefill(self.now, request, view)
+        return self.now + queue_s + execute_s + transfer_s
+
+    def place(self, request: PrefillRequest, entry: Entry, reason: str, *, is_feasible: bool) -> Place:
+        """Record a placement in the table and make the decision."""
+        view = get_view(entry)
+        engine_id = view.engine_id
+        queue_s, execute_s, transfer_s = estimate_prefill(self.now, request, view)
+        self.chosen = entry
+        self.engines.record_placement(
+            engine_id,
+            request.request_id,
+            self.now,
+            tokens=_count_uncached(request, engine_id),
+            kv_tokens=request.prompt_tokens,
+            execute_s=execute_s,
+            is_recovery=request.is_recovery,
+        )
+        return Place(
+            request_id=request.request_id,
+            engine_id=engine_id,
+            predicted_ttft_s=self.now - request.arrival_s + queue_s + execute_s + transfer_s,
+            reason=reason,
+            is_feasible=is_feasible,
+        )
+
+    def _can_ever_fit(self, request: PrefillRequest) -> bool:
+        """Say whether some engine could hold the prompt if it were empty."""
+        return any(
+            state.load.kv_blocks_total * state.config.block_size_tokens >= request.prompt_tokens
+            for state in self.engines.list_loads()
+        )
+
+
+def estimate_prefill(now: float, request: PrefillRequest, view: EngineView) -> tuple[float, float, float]:
+    """Estimate Q, E and T of a prompt on an engine, in seconds.
+
+    The closed form of a prefill: its tokens, its attention work, and the rest of each of its ``ceil(tokens / room)``
+    iterations; decodes that run beside it are part of the coefficients (``EngineView``).
+
+    Source: TaiChi, section 3.4, Algorithm 2, lines 3 to 5.
+    """
+    prompt_tokens, tokens = request.prompt_tokens, _count_uncached(request, view.engine_id)
+    if view.room_tokens <= 0:
+        return _INFINITY, _INFINITY, 0.0
+    execute_s = (
+        view.per_token_s * tokens
+        + view.per_work_s * compute_attention_work(tokens, prompt_tokens - tokens)
+        + -(-tokens // view.room_tokens) * view.per_iteration_s
+    )
+    transfer_s = view.transfer_latency_s + view.transfer_per_token_s * prompt_tokens
+    return max(0.0, view.free_at_s - now), execute_s, transfer_s
+
+
+def _count_uncached(request: PrefillRequest, engine_id: EngineId) -> int:
+    """Count the tokens to compute on an engine: the last one always is, for its logits."""
+    cached = request.cached_tokens
+    return max(1, request.prompt_tokens - cached.get(engine_id, 0)) if cached else request.prompt_tokens

@@ -1,0 +1,1 @@
+"""In which order an engine runs the prompts that it has (FlowPrefill, and what it is compared with)."""

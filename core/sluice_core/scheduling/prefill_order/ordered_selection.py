@@ -1,0 +1,45 @@
+"""The prompts of an engine in an order that their slack changes; selectors take from it."""
+
+from __future__ import annotations
+
+from sluice_core.records import PrefillOrder, RequestId
+from sluice_core.scheduling.batching import PRIORITY_HEAD_START_S, PrefillSelector
+from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor, QueuedPrefill, SlackOrder
+
+
+class OrderedSelector(PrefillSelector):
+    """The prompts of one engine in a ``SlackOrder``; its heirs select from it.
+
+    Args:
+        predictor: Predicts what is left of a prefill.
+        order: The order of prompts.
+    """
+
+    def __init__(self, predictor: PrefillPredictor, order: PrefillOrder) -> None:
+        self._order = SlackOrder(predictor, order)
+        self._prefills: dict[RequestId, QueuedPrefill] = {}
+        self._num_arrived = 0
+
+    def add(self, request_id: RequestId, *, arrival_s: float, ttft_slo_s: float, priority: int, tokens: int) -> None:
+        """See ``PrefillSelector.add``."""
+        self._num_arrived += 1
+        deadline_s = arrival_s + ttft_slo_s
+        prefill = QueuedPrefill(
+            request_id,
+            number=self._num_arrived,
+            deadline_s=deadline_s,
+            urgency_s=deadline_s - priority * PRIORITY_HEAD_START_S,
+            tokens=tokens,
+        )
+        self._prefills[request_id] = prefill
+        self._order.add(prefill)
+
+    def remove(self, request_id: RequestId) -> None:
+        """See ``PrefillSelector.remove``."""
+        prefill = self._prefills.pop(request_id, None)
+        if prefill is not None:
+            self._order.remove(prefill)
+
+    def rank_started(self) -> list[RequestId]:
+        """See ``PrefillSelector.rank_started``."""
+        return [prefill.request_id for prefill in self._order if prefill.num_computed_tokens]

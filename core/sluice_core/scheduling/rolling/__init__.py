@@ -1,0 +1,1 @@
+"""Engines that take turns in running prefills (EcoServe)."""

@@ -1,0 +1,74 @@
+"""A plan is put in force or refused whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_engine.core_messages import ConfigureCommand
+from sluice_engine.scheduling.plan_in_force import PlanInForce
+
+
+def make_plan() -> PlanInForce:
+    return PlanInForce(DecodeSet(block_size_tokens=16, max_num_seqs=64), max_batch_tokens=512)
+
+
+def make_configured(role: str) -> PlanInForce:
+    plan = make_plan()
+    assert not configure(plan, 1, role=role)[3]
+    return plan
+
+
+def configure(plan: PlanInForce, generation: int, **changes: Any) -> tuple[int, str, int, str]:
+    fields: dict[str, Any] = {
+        "role": "P-heavy",
+        "chunk_size_tokens": 256,
+        "strategy": "TaiChi",
+        "chunk_sizes_tokens": [256, 512],
+    }
+    fields |= changes
+    answer = plan.configure(ConfigureCommand(generation=generation, **fields))
+    return answer.generation, str(answer.role), answer.chunk_size_tokens, answer.error
+
+
+def test_before_the_first_plan_the_largest_chunk_is_in_force() -> None:
+    plan = make_plan()
+    assert (plan.command.generation, plan.command.chunk_size_tokens, plan.last_chunk_size_tokens) == (0, 512, 512)
+    assert plan.role == "D-heavy"
+
+
+def test_a_plan_with_an_older_number_changes_nothing() -> None:
+    plan = make_configured("D-heavy")
+    assert configure(plan, 5, chunk_size_tokens=128) == (5, "P-heavy", 128, "")
+    assert configure(plan, 4, role="D-heavy") == (5, "P-heavy", 128, "")
+    # The same number again is in force: it may say the same, or what was corrected.
+    assert configure(plan, 5, role="D-heavy") == (5, "D-heavy", 256, "")
+    assert plan.role == "D-heavy"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"chunk_size_tokens": 513}, "chunk size 513 is not in 0..512"),
+        ({"chunk_size_tokens": -1}, "chunk size -1 is not in 0..512"),
+        ({"strategy": "unheard of"}, "unheard of"),
+        ({"role": "no role"}, "no role"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_leaves_the_one_before_it_in_force(
+    changes: dict[str, Any], error: str
+) -> None:
+    plan = make_configured("D-heavy")
+    *in_force, message = configure(plan, 2, **changes)
+    assert in_force == [1, "D-heavy", 256]
+    assert error in message
+    assert plan.last_chunk_size_tokens == 256
+
+
+def test_chunk_size_0_keeps_the_size_that_started_prefills_end_with() -> None:
+    plan = make_configured("D-heavy")
+    assert configure(plan, 2, chunk_size_tokens=512)[2] == 512
+    assert configure(plan, 3, chunk_size_tokens=0)[2] == 0
+    assert (plan.command.chunk_size_tokens, plan.last_chunk_size_tokens) == (0, 512)
