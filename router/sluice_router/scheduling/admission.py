@@ -222,6 +222,8 @@ def _register(state: RouterState, request: LiveRequest, now: float) -> None:
     new = request.new
     state.requests.live[request.request_id] = request
     state.statistics.num_arrived += 1
+    if new.resume_key:
+        state.requests.by_resume_key[new.resume_key] = request
     if new.deadline_s is not None:
         heapq.heappush(state.requests.deadlines, (new.deadline_s, request.request_id))
     state.metrics.count("tokens", "prompt", by=len(new.prompt_token_ids))
