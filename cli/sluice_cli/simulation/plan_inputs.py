@@ -19,7 +19,9 @@ from sluice_core.planning.candidates import (
 )
 from sluice_core.planning.planner import Goal
 from sluice_core.planning.trials import PlanningProblem
+from sluice_core.slo import DEFAULT_ATTAINMENT
 from sluice_core.strategies import STRATEGIES, get_strategy
+from sluice_operator.api.field_types import percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -229,7 +231,7 @@ def _make_goal(
         low = high = present or 1
     target = flags.target
     if target is None:
-        target = int(manifest.spec.slo.attainment.removesuffix("%")) / 100 if manifest else 0.9
+        target = percent(manifest.spec.slo.attainment) / 100 if manifest else DEFAULT_ATTAINMENT
     return Goal(
         target=target,
         rate_rps=flags.rate_rps,
