@@ -88,6 +88,8 @@ class FakeCore:
     submitted: list[engine_pb2.Submit] = field(default_factory=list)
     resumed: list[engine_pb2.Resume] = field(default_factory=list)
     aborted_held: list[str] = field(default_factory=list)
+    ended: dict[bytes, tuple[FakeRequest, engine_pb2.Finished]] = field(default_factory=dict)
+    ignores_claims: bool = False
     released_grants: list[int] = field(default_factory=list)
 
     def hello(self) -> engine_pb2.AttachResponse:
@@ -162,6 +164,9 @@ class FakeCore:
         for request in self.running.values():
             if not request.is_handing_off:
                 self.kept[request.submit.request_id] = request
+            elif request.submit.resume_key:
+                end = engine_pb2.Finished(reason=sampling_pb2.FINISH_REASON_HANDED_OFF)
+                self.ended[request.submit.resume_key] = request, end
         self.running.clear()
         self.pinned.clear()
         self.grants.clear()
@@ -199,6 +204,8 @@ class FakeCore:
         answer = engine_pb2.AttachResponse()
         for resume in message.resumes:
             self._resume(resume, answer)
+        if not self.ignores_claims:
+            answer.claim_answers.extend(self._claim(claim.resume_key) for claim in message.claims)
         for submit in message.submits:
             self._submit(submit)
         for abort in message.aborts:
@@ -226,6 +233,21 @@ class FakeCore:
             self._add_finished(answer, request, sampling_pb2.FINISH_REASON_LENGTH)
         else:
             self.running[resume.slot] = request
+
+    def _claim(self, key: bytes) -> engine_pb2.ClaimAnswer:
+        answer = engine_pb2.ClaimAnswer(resume_key=key)
+        held = next((item for item in self.kept.values() if item.submit.resume_key == key), None)
+        request, end = (held, None) if held is not None else self.ended.get(key, (None, None))
+        if request is None:
+            return answer
+        answer.submit.CopyFrom(request.submit)
+        answer.num_tokens_before = len(request.submit.output_token_ids)
+        del answer.submit.output_token_ids[:]
+        answer.submit.output_token_ids.extend(expected_output(request.submit.prompt_token_ids, request.num_output))
+        answer.elapsed_s = 0.5
+        if end is not None:
+            answer.ended.CopyFrom(end)
+        return answer
 
     def _submit(self, submit: engine_pb2.Submit) -> None:
         assert submit.slot not in self.running, f"{self.engine_id}: slot {submit.slot} is in use"
@@ -290,6 +312,8 @@ class FakeCore:
             num_cached_tokens=num_cached_tokens,
             **fields,
         )
+        if request.submit.resume_key:
+            self.ended[request.submit.resume_key] = request, answer.finished[-1]
 
     def propose(self, cause: int, slots: Sequence[int] | None = None) -> engine_pb2.AttachResponse:
         """Proposes to move what runs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
@@ -13,7 +13,6 @@ from rich.text import Text
 from sluice_cli.simulation.cluster_spec import EngineGroup, format_engines
 from sluice_core.sim.metrics import make_report
 from sluice_core.strategies import get_strategy
-from sluice_operator.api.spec import StrategyName
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from sluice_core.planning.planner import Alternative, PlanResult
     from sluice_core.planning.prediction import Interval
 
-# Names of strategies in the manifest, by those of the core.
-_STRATEGY_NAMES = {name.lower(): name for name in get_args(StrategyName)}
 RESOURCES = {
     "prefill": "prefill capacity",
     "decode": "decode capacity",
@@ -56,8 +53,9 @@ def make_patch(candidate: SliderCandidate, inputs: PlanInputs) -> dict[str, Any]
 
     What a strategy does not use stays as the manifest has it.
     """
-    spec: dict[str, Any] = {"strategy": _STRATEGY_NAMES[candidate.strategy], "replicas": candidate.replicas}
-    sliders = get_strategy(candidate.strategy).sliders
+    strategy = get_strategy(candidate.strategy)
+    spec: dict[str, Any] = {"strategy": strategy.title, "replicas": candidate.replicas}
+    sliders = strategy.sliders
     if sliders.varies_prefill_tokens:
         spec["chunkSizes"] = {"prefillHeavy": candidate.prefill_heavy_tokens}
     if sliders.varies_decode_tokens:

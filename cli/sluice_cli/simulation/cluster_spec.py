@@ -13,7 +13,7 @@ from sluice_cli.simulation.simulation_settings import AHEAD, SimulationSettings,
 from sluice_core.latency.known_gpus import parse_gpus
 from sluice_core.records import EarlyRejection, Slo, SloClass
 from sluice_core.slo import ROUTER_WAIT_LIMIT_S
-from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.api.sliders import resolve_sliders, resolve_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -111,7 +111,7 @@ def read_manifest_spec(manifest: ServingCluster, model: str | None, gpu: str | N
         model=model,
         gpu=gpu,
         tensor_parallel=num_gpus,
-        strategy=spec.strategy.lower(),
+        strategy=resolve_strategy(spec).name,
         engines=_group_engines(spec),
         slo=_make_slo(spec.slo),
         settings=_make_settings(spec),

@@ -52,6 +52,8 @@ SERVER_COUNTERS = (
     ("foreign_kv", "num_foreign_kv", "Submits whose KV has another fingerprint."),
     ("lost_streams", "num_lost_streams", "Streams that ended."),
     ("expired_leases", "num_expired_leases", "Requests aborted because their router did not come back."),
+    ("claimed", "num_claimed", "Requests that another router has asked for to go on with."),
+    ("evicted_ends", "num_evicted_ends", "Ended requests that were given up early, because too many were kept."),
 )
 # Paths that answer with a state.
 LIVE_PATH, READY_PATH = "/livez", "/readyz"

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from sluice_core.slo import DEFAULT_ATTAINMENT
+from sluice_operator.api.autoscaling_spec import AutoscalingSpec
 from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.field_types import (
     DISABLED_IS_OFF,
@@ -40,7 +41,9 @@ MAX_LIMIT = 2**31 - 1
 
 EarlyRejectionName = Literal["Disabled", "Off", "Random", "Reject"]
 AutotuneMode = Literal["Disabled", "Off", "Recommend", "Apply"]
-StrategyName = Literal["TaiChi", "Aggregated", "Disaggregated", "DynaServe", "FlowPrefill", "EcoServe", "Sluice"]
+StrategyName = Literal[
+    "TaiChi", "Aggregated", "Disaggregated", "DynaServe", "FlowPrefill", "EcoServe", "Sluice", "Auto"
+]
 
 
 class ChunkSizes(ManifestModel):
@@ -441,7 +444,9 @@ class SpecFields(ManifestModel):
     Disaggregated gives P-heavy engines engine.maxBatchTokens and D-heavy engines no prefills;
     docs/internals/strategies.md says how it follows DistServe. FlowPrefill uses them as given;
     the prompt whose TTFT objective ends first preempts others where an iteration ends, so smaller chunk sizes
-    let it in sooner."""
+    let it in sooner.
+    Auto lets the search of autotune choose the strategy with its sliders; in mode Apply it changes live.
+    Until a search has chosen, and outside mode Apply, Auto is TaiChi; the condition Autotuned says which it is."""
     parameters: Annotated[ParametersSpec, FieldEffect.LIVE] = ParametersSpec()
     """Parameters of the strategies. In force without a restart."""
     model: Annotated[ModelSpec, FieldEffect.RESTARTS_ALL]
@@ -456,6 +461,8 @@ class SpecFields(ManifestModel):
     """How engines are replaced when a field that restarts them changes. In force without a restart."""
     autotune: Annotated[AutotuneSpec, FieldEffect.LIVE] = AutotuneSpec()
     """The search for better sliders; its results go to the status, never to the spec."""
+    autoscaling: Annotated[AutoscalingSpec, FieldEffect.LIVE] = AutoscalingSpec()
+    """How many engines what arrives needs; the number goes to the status, never to the spec."""
 
 
 class Metadata(ManifestModel):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sluice_core.strategies import get_strategy
 from sluice_operator.api.field_types import percent
-from sluice_operator.api.sliders import Sliders, resolve_sliders
+from sluice_operator.api.sliders import AUTO, Sliders, resolve_sliders
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts, EngineFacts, MeasuredEngineFacts
 from sluice_operator.autotune.workload import SAMPLE_GROWTH, WorkloadSample, has_shifted
 
@@ -43,7 +43,7 @@ class SearchConstraints:
 
     Args:
         replicas: Engines.
-        strategy: As ``sluice_core`` calls it.
+        strategy: As ``sluice_core`` calls it; ``auto``: any.
         classes: Objectives, the default class first.
         target: Attainment, 0.9 is 90 %.
         watermark: M, a share.
@@ -78,8 +78,15 @@ class SearchConstraints:
     decode_tokens: tuple[int, int]
 
     @property
+    def chooses_strategy(self) -> bool:
+        """Whether the strategy is to be chosen too."""
+        return self.strategy == AUTO.lower()
+
+    @property
     def is_fixed(self) -> bool:
         """Whether the bounds leave no choice."""
+        if self.chooses_strategy:
+            return False
         pairs = (self.prefill_heavy, self.prefill_tokens, self.decode_tokens)
         return all(low == high for low, high in pairs)
 
@@ -199,12 +206,13 @@ def _read_objectives(spec: ServingClusterSpec) -> tuple[SearchObjectives, ...]:
 def make_constraints(spec: ServingClusterSpec) -> SearchConstraints:
     """Reads the constraints of a search from a spec.
 
-    In mode Apply a slider without bounds stays as the spec says; a recommendation may name any value for it.
+    In mode Apply a slider without bounds stays as the spec says; a recommendation may name any value for it. So may a
+    choice of strategy, as each needs its own.
     """
     sliders, bounds = resolve_sliders(spec), spec.autotune.bounds
     most = spec.engine.max_batch_tokens
     counts, prefill_tokens, decode_tokens = ("0%", "100%"), (MIN_PREFILL_TOKENS, most), (0, most)
-    if spec.autotune.mode == "Apply":
+    if spec.autotune.mode == "Apply" and spec.strategy != AUTO:
         counts = (str(sliders.num_prefill_heavy), str(sliders.num_prefill_heavy))
         prefill_tokens = (sliders.prefill_heavy_tokens, sliders.prefill_heavy_tokens)
         decode_tokens = (sliders.decode_heavy_tokens, sliders.decode_heavy_tokens)
@@ -227,6 +235,8 @@ def make_constraints(spec: ServingClusterSpec) -> SearchConstraints:
         prefill_tokens=_read_tokens(bounds.chunk_sizes.prefill_heavy, prefill_tokens),
         decode_tokens=_read_tokens(bounds.chunk_sizes.decode_heavy, decode_tokens),
     )
+    if constraints.chooses_strategy:
+        return constraints
     # A slider that the strategy ignores is not searched.
     if constraints.strategy == "aggregated":
         count = str(sliders.num_prefill_heavy)

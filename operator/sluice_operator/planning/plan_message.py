@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice.v1 import plan_pb2
-from sluice_core.strategies import get_strategy
 from sluice_operator.api.field_types import percent
 from sluice_operator.api.model_identity import identify_model
 from sluice_operator.api.proto_enums import PROTO_ROLES
-from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.api.sliders import resolve_sliders, resolve_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -42,7 +41,7 @@ def render_plan(
     """
     spec = cluster.spec
     sliders = resolve_sliders(spec)
-    strategy = get_strategy(spec.strategy)
+    strategy = resolve_strategy(spec)
     models = served_models or (spec.model,)
     return plan_pb2.Plan(
         cluster_uid=cluster_uid,

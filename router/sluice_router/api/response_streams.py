@@ -314,6 +314,29 @@ class SseResponseStream:
             stream.write(data)
 
 
+class ResumableStream(SseResponseStream):
+    """Writes an answer that goes on when its client is gone, who may come back; for the arguments see its base."""
+
+    _is_detached = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the client has the answer's head, and with it what it needs to come back."""
+        return self._stream is not None or self._is_detached
+
+    def detach(self) -> None:
+        """Writes no more. Stop strings still end the output; its text is made once more for who asks for it."""
+        self._is_detached, self._is_paused, self._stream = True, False, None
+        self._output.take()
+
+    def flush(self, now: float) -> None:
+        """Writes one event with what has come, or drops it."""
+        if self._is_detached:
+            self._output.take()
+        else:
+            super().flush(now)
+
+
 class GrpcResponseStream:
     """Gathers deltas for the coroutine that writes them.
 

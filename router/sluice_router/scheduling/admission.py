@@ -161,6 +161,7 @@ def _check_accepting(state: RouterState) -> Plan:
 def _check_queue(state: RouterState, plan: Plan, new: NewRequest, now: float) -> None:
     limit = max(1, state.limits.max_waiting // plan.num_routers)
     if len(state.requests.waiting) >= limit:
+        state.statistics.num_arrived += 1
         message = f"{len(state.requests.waiting)} requests wait for an engine, the limit is {limit}"
         oldest = next(iter(state.requests.waiting.values()))
         # The queue moves by its length in about the time that its head has waited.
@@ -220,6 +221,9 @@ def _register(state: RouterState, request: LiveRequest, now: float) -> None:
     """Puts an admitted request into the tables."""
     new = request.new
     state.requests.live[request.request_id] = request
+    state.statistics.num_arrived += 1
+    if new.resume_key:
+        state.requests.by_resume_key[new.resume_key] = request
     if new.deadline_s is not None:
         heapq.heappush(state.requests.deadlines, (new.deadline_s, request.request_id))
     state.metrics.count("tokens", "prompt", by=len(new.prompt_token_ids))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sluice_core.scheduling.engine_table import EngineConfig
     from sluice_router.limits.limiter import Reservation
     from sluice_router.observability.metrics import Histogram
-    from sluice_router.scheduling.requests import NewRequest, ResponseStream
+    from sluice_router.scheduling.requests import ClaimTaker, NewRequest, ResponseStream
     from sluice_router.text.prompt_hashes import PrefixScheme, PromptHashes
 
 
@@ -61,6 +61,7 @@ class LiveRequest:
         moved_at_tokens: Output length at the last move.
         prompt_hashes: Hashes of its prompt, by the scheme of the engines, while it waits.
         route: Its parts, while the first one runs; empty: it is not split, or the next part runs.
+        is_adopted: Another router had it first.
     """
 
     request_id: RequestId
@@ -93,6 +94,7 @@ class LiveRequest:
     moved_at_tokens: int = 0
     prompt_hashes: dict[PrefixScheme, PromptHashes] = field(default_factory=dict)
     route: tuple[Leg, ...] = ()
+    is_adopted: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -169,6 +171,25 @@ class PendingResume:
     submission: Submission
     reason: str
     until_s: float
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PendingClaim:
+    """A request that engines were asked for.
+
+    Args:
+        taker: Gets what was found.
+        awaited: Engines that have not answered.
+        until_s: When the wait ends.
+        answers: Of the engines that know it.
+        has_lost_engine: An engine's stream ended before its answer came.
+    """
+
+    taker: ClaimTaker
+    awaited: set[EngineId]
+    until_s: float
+    answers: list[tuple[ConnectedEngine, engine_pb2.ClaimAnswer]] = field(default_factory=list)
+    has_lost_engine: bool = False
 
 
 class MigrationPhase(IntEnum):

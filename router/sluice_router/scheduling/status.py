@@ -40,10 +40,11 @@ def why_not_ready(state: RouterState) -> str:
 
 
 def note_progress(status: RouterStatus, statistics: RequestStatistics, now: float) -> None:
-    """Makes finished requests news for those who poll, once a second."""
+    """Makes arrived and finished requests news for those who poll, once a second."""
     num_ended = sum(counters.num_finished for counters in statistics.attainment.totals.values())
-    if num_ended != status.num_reported and now - status.reported_s >= PROGRESS_INTERVAL_S:
-        status.num_reported, status.reported_s = num_ended, now
+    number = num_ended + statistics.num_arrived
+    if number != status.num_reported and now - status.reported_s >= PROGRESS_INTERVAL_S:
+        status.num_reported, status.reported_s = number, now
         status.mark_changed()
 
 
@@ -79,6 +80,7 @@ def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
         num_waiting=len(state.requests.waiting),
         is_ready=not why_not_ready(state),
         num_failed=state.statistics.num_failed,
+        num_arrived=state.statistics.num_arrived,
     )
 
 
