@@ -27,7 +27,7 @@ from sluice_core.latency.measured_profiles import (
     compute_kv_capacity_tokens,
     load_model_on_gpu,
 )
-from sluice_core.latency.online import OnlineLatencyModel
+from sluice_core.latency.learned_model import OnlineLatencyModel
 from sluice_core.latency.scaled import ScaledLatencyModel
 from sluice_core.latency.transfer import LINKS
 from sluice_core.records import IterationShape
