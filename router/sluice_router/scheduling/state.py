@@ -6,6 +6,7 @@ streams gather in the ``RouterOutbox``, and ``router.Router`` carries them out o
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from sluice_router.errors import RouterError
     from sluice_router.observability.request_traces import RequestTraces
     from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint, LiveRequest, PendingClaim, Submission
-    from sluice_router.scheduling.requests import ClaimTaker, Finish, FoundRequest, ResponseStream
+    from sluice_router.scheduling.requests import ClaimTaker, Finish, FoundRequest, NewRequest, ResponseStream
     from sluice_router.settings import Limits
     from sluice_router.text.prompt_hashes import PrefixScheme
 
@@ -47,6 +48,7 @@ class RequestQueues:
         kept: Those whose prefill has ended and whose KV waits for an engine that decodes, first come first.
         deadlines: Heap of (deadline, request).
         last_assign_s: When placement last ran for all waiting requests.
+        held_s: When requests were held last, because there was to be no engine until one came.
         by_resume_key: Of the live ones, those that their clients can resume.
         claims: What engines were asked for, by the key.
         detached: Of the live ones, those whose clients are gone and may come back: until when, in this order.
@@ -58,9 +60,15 @@ class RequestQueues:
     kept: dict[RequestId, LiveRequest] = field(default_factory=dict)
     deadlines: list[tuple[float, RequestId]] = field(default_factory=list)
     last_assign_s: float = float("-inf")
+    held_s: float = float("-inf")
     by_resume_key: dict[bytes, LiveRequest] = field(default_factory=dict)
     claims: dict[bytes, PendingClaim] = field(default_factory=dict)
     detached: dict[RequestId, float] = field(default_factory=dict)
+
+    def note_deadline(self, new: NewRequest) -> None:
+        """Notes when a request's caller gives up, if ever."""
+        if new.deadline_s is not None:
+            heapq.heappush(self.deadlines, (new.deadline_s, new.request_id))
 
     def find(self, request_id: str) -> LiveRequest | None:
         """Finds a request by the router's id, or by the client's; for people, not for the token path."""
@@ -102,6 +110,12 @@ class ActivePlan:
     policy: RouterPolicy | None = None
     model: str = ""
     max_model_len_tokens: int = 0
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether there is to be no engine until a request comes, which is held until one serves."""
+        plan = self.plan
+        return plan is not None and plan.hold_s > 0.0 and all(part.is_draining for part in plan.engines.values())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -278,7 +292,8 @@ OWNERS: dict[str, tuple[str, str]] = {
     "waiting": ("admission completion dispatch failover", "who gives a request an owner takes it out of the queue"),
     "awaiting_resume": ("completion dispatch failover", "resumed, recovered elsewhere, or ended meanwhile"),
     "kept": ("migration", ""),
-    "deadlines": ("admission", ""),
+    "deadlines": ("admission state", "state adds, admission takes those that have passed"),
+    "new": ("resumption/adoption", "a caller that comes back has another deadline"),
     "by_resume_key": ("admission completion resumption/adoption", "as live"),
     "claims": ("resumption/claims", ""),
     "detached": (
@@ -288,6 +303,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "claim_results": ("resumption/claims", ""),
     "response_stream": ("resumption/adoption", "a client that resumes has another connection"),
     "last_assign_s": ("admission", ""),
+    "held_s": ("admission", ""),
     # EnginePool
     "connected": ("engine_registry failover", "a stream begins in the registry and is lost in failover"),
     "endpoints": ("engine_registry", ""),
