@@ -352,7 +352,7 @@ class GrpcResponseStream:
         self._cancel = cancel
         self.on_token = output.push
         self._ready = asyncio.Event()
-        self._is_writing = False
+        self._is_writing = self._is_detached = False
         self.end: Finish | RouterError | None = None
         self.paused_since_s = 0.0
 
@@ -376,6 +376,9 @@ class GrpcResponseStream:
 
     def flush(self, now: float) -> None:
         """Wakes the writer, or notes that it is still busy with an earlier delta."""
+        if self._is_detached:
+            self._output.take()
+            return
         if self._is_writing:
             if not self._ready.is_set():
                 self.paused_since_s = now
@@ -397,6 +400,11 @@ class GrpcResponseStream:
     def close(self) -> None:
         """Forgets the client."""
         self._slow_readers.discard(self)
+
+    def detach(self) -> None:
+        """Keeps nothing from here on; the request goes on for a client that may come back."""
+        self._is_detached = True
+        self._output.take()
 
     def shed(self) -> None:
         """Gives the client up, who reads too slowly."""

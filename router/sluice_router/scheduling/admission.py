@@ -122,7 +122,8 @@ def expire(state: RouterState, now: float) -> None:
     while state.requests.deadlines and state.requests.deadlines[0][0] <= now:
         _, request_id = heapq.heappop(state.requests.deadlines)
         request = state.requests.live.get(request_id)
-        if request is not None:
+        # A caller that came back has another deadline than at first.
+        if request is not None and request.new.deadline_s is not None and request.new.deadline_s <= now:
             late = f"the caller's deadline passed after {now - request.new.arrival_s:.1f} s"
             completion.fail(state, request, DeadlineError(late), now)
     limit_s = state.limits.wait_limit_s
@@ -224,8 +225,7 @@ def _register(state: RouterState, request: LiveRequest, now: float) -> None:
     state.statistics.num_arrived += 1
     if new.resume_key:
         state.requests.by_resume_key[new.resume_key] = request
-    if new.deadline_s is not None:
-        heapq.heappush(state.requests.deadlines, (new.deadline_s, request.request_id))
+    state.requests.note_deadline(new)
     state.metrics.count("tokens", "prompt", by=len(new.prompt_token_ids))
     state.decision_log.record(
         now,

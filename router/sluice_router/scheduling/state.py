@@ -6,6 +6,7 @@ streams gather in the ``RouterOutbox``, and ``router.Router`` carries them out o
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from sluice_router.errors import RouterError
     from sluice_router.observability.request_traces import RequestTraces
     from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint, LiveRequest, PendingClaim, Submission
-    from sluice_router.scheduling.requests import ClaimTaker, Finish, FoundRequest, ResponseStream
+    from sluice_router.scheduling.requests import ClaimTaker, Finish, FoundRequest, NewRequest, ResponseStream
     from sluice_router.settings import Limits
     from sluice_router.text.prompt_hashes import PrefixScheme
 
@@ -61,6 +62,11 @@ class RequestQueues:
     by_resume_key: dict[bytes, LiveRequest] = field(default_factory=dict)
     claims: dict[bytes, PendingClaim] = field(default_factory=dict)
     detached: dict[RequestId, float] = field(default_factory=dict)
+
+    def note_deadline(self, new: NewRequest) -> None:
+        """Notes when a request's caller gives up, if ever."""
+        if new.deadline_s is not None:
+            heapq.heappush(self.deadlines, (new.deadline_s, new.request_id))
 
     def find(self, request_id: str) -> LiveRequest | None:
         """Finds a request by the router's id, or by the client's; for people, not for the token path."""
@@ -278,7 +284,8 @@ OWNERS: dict[str, tuple[str, str]] = {
     "waiting": ("admission completion dispatch failover", "who gives a request an owner takes it out of the queue"),
     "awaiting_resume": ("completion dispatch failover", "resumed, recovered elsewhere, or ended meanwhile"),
     "kept": ("migration", ""),
-    "deadlines": ("admission", ""),
+    "deadlines": ("admission state", "state adds, admission takes those that have passed"),
+    "new": ("resumption/adoption", "a caller that comes back has another deadline"),
     "by_resume_key": ("admission completion resumption/adoption", "as live"),
     "claims": ("resumption/claims", ""),
     "detached": (

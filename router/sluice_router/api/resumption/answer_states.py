@@ -26,7 +26,7 @@ MAX_STATE_BYTES = 16 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerIdentity:
-    """What all events of an answer have.
+    """What all events of an answer have; gRPC's have the form alone.
 
     Args:
         form: Whose form it has.
@@ -37,9 +37,9 @@ class AnswerIdentity:
     """
 
     form: resume_pb2.AnswerForm.ValueType
-    answer_id: str
-    created_s: int
-    model: str
+    answer_id: str = ""
+    created_s: int = 0
+    model: str = ""
     includes_usage: bool = False
 
 

@@ -6,6 +6,7 @@ from prompt and tokens, as after the loss of an engine. One that has ended ends 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sluice.v1 import sampling_pb2
@@ -52,11 +53,14 @@ def adopt(
     if live is not found.live:
         raise NoEngineError("the answer has changed hands meanwhile", retry_after_s=RETRY_S)
     if live is not None:
+        live.new = replace(live.new, deadline_s=new.deadline_s)
+        state.requests.note_deadline(live.new)
         _take_over(state, live, found, response_stream, now)
         return
     request = _make_live(state, found, new, response_stream, now)
     state.requests.live[request.request_id] = request
     state.requests.by_resume_key[new.resume_key] = request
+    state.requests.note_deadline(new)
     engine = _find_engine(found)
     engine_id = "" if engine is None else engine.engine_id
     state.decision_log.record(now, request.request_id, "adopted", engine_id, len(request.output_token_ids))
@@ -65,7 +69,11 @@ def adopt(
 
 
 def _take_over(
-    state: RouterState, request: LiveRequest, found: FoundRequest, response_stream: ResponseStream, now: float
+    state: RouterState,
+    request: LiveRequest,
+    found: FoundRequest,
+    response_stream: ResponseStream,
+    now: float,
 ) -> None:
     """Gives a request that runs here another response stream."""
     known = len(found.output_token_ids)
