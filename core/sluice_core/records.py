@@ -379,3 +379,4 @@ class Plan:
     num_routers: int = 1
     owner_limits: dict[str, OwnerLimits] = field(default_factory=dict)
     served_models: dict[str, str] = field(default_factory=dict)
+    hold_s: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from cluster_harness import KEY
 from fake_kubernetes import READS
 from scaler_harness import Scaled
 from test_operator_faults import Crash, CrashOnce
@@ -86,6 +87,7 @@ async def test_disabling_returns_to_the_engines_of_the_spec() -> None:
     scaled.world.edit(autoscaling={"mode": "Disabled"})
     await scaled.world.settle()
     assert scaled.wanted == 2
+    assert scaled.world.plan.hold_seconds == 0
     assert "autoscaling" not in scaled.world.status
     assert scaled.condition == ("False", "Off")
     assert scaled.world.kubernetes.find(CONFIG_MAPS, "tiny-plan")["metadata"]["annotations"][SCALE_ANNOTATION] == ""
@@ -148,6 +150,10 @@ async def test_an_idle_cluster_goes_to_zero_and_the_first_request_starts_an_engi
     expected = {"Ready": ("True", "Idle"), "Progressing": ("False", "Settled"), "EnginesReady": ("True", "AllReady")}
     assert {name: scaled.world.conditions[name] for name in expected} == expected
     assert set(await scaled.run(60.0)) == {0}
+    assert scaled.world.plan.hold_seconds == 1800, "as long as an engine may take to start"
+    scaled.world.edit(autoscaling={"holdTimeoutSeconds": 60})
+    await scaled.run(5.0)
+    assert scaled.world.plan.hold_seconds == 60
     scaled.world.routers.num_waiting = 1
     assert (await scaled.run(5.0, 0.2))[-1] == 1
     scaled.world.routers.num_waiting = 0
@@ -163,6 +169,18 @@ async def test_a_new_process_leaves_a_cluster_of_none_alone() -> None:
     assert set(await scaled.run(60.0)) == {0}
     scaled.world.routers.num_waiting = 3
     assert (await scaled.run(5.0))[-1] == 1
+
+
+async def test_the_first_request_of_a_cluster_of_none_is_heard_of_at_once() -> None:
+    scaled = Scaled(minReplicas=0, scaleDown={"stabilizationWindowSeconds": 60})
+    await scaled.run(120.0, 1.0)
+    await scaled.run(120.0)
+    scaled.world.enqueued.clear()
+    scaled.world.routers.num_inside = scaled.world.routers.num_waiting = 1
+    scaled.world.now += 0.1
+    for status in scaled.world.routers.statuses(KEY).values():
+        scaled.world.reconciler.record_status(KEY, status)
+    assert scaled.world.enqueued == [KEY]
 
 
 async def test_one_engine_of_two_kinds_serves_nothing() -> None:

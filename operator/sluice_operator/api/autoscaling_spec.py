@@ -37,6 +37,9 @@ class AutoscalingSpec(ManifestModel):
     stay, hold what arrives, and an engine starts."""
     max_replicas: Annotated[int, Field(strict=True, ge=1, le=MAX_ENGINES)] | None = None
     """Most engines. Required by the modes Recommend and Apply."""
+    hold_timeout_seconds: Annotated[int, Field(strict=True, ge=1, le=86_400)] | None = None
+    """Longest time that a request is held while there is no engine, with minReplicas 0; engine.startupTimeoutSeconds
+    when absent. Streams get comments meanwhile."""
     scale_up: ScaleUpSpec = ScaleUpSpec()
     """When engines come."""
     scale_down: ScaleDownSpec = ScaleDownSpec()

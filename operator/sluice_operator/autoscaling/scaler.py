@@ -159,7 +159,11 @@ class Scaler:
             statuses: Newest status of each router that answers.
         """
         now = self._now()
-        if self._inputs is None or self._scale is None or now - self._checked_s < CHECK_INTERVAL_S:
+        if self._inputs is None or self._scale is None:
+            return False
+        # The first request of a cluster without engines does not wait.
+        is_wanted = not self._scale.replicas and any(status.num_requests for status in statuses)
+        if now - self._checked_s < CHECK_INTERVAL_S and not is_wanted:
             return False
         before = self._scale, self.describe_status()
         inputs = replace(self._inputs, statuses=statuses)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sluice_core.records import EngineId, Role
     from sluice_operator.api.model_spec import ModelSpec
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.api.spec import SloSpec
+    from sluice_operator.api.spec import SloSpec, SpecFields
 
 
 def render_plan(
@@ -67,6 +67,7 @@ def render_plan(
             for model in models
         ],
         num_routers=spec.router.replicas,
+        hold_seconds=count_hold_seconds(spec),
         owner_limits=[plan_pb2.OwnerLimits(**limits.model_dump(by_alias=False)) for limits in spec.router.auth.limits],
     )
 
@@ -75,3 +76,11 @@ def _render_slo_classes(slo: SloSpec) -> list[plan_pb2.SloClass]:
     """Renders the classes of objectives; the first one is of requests that name none."""
     default = plan_pb2.SloClass(ttft_milliseconds=slo.ttft_milliseconds, tpot_milliseconds=slo.tpot_milliseconds)
     return [default, *(plan_pb2.SloClass(**named.model_dump(by_alias=False)) for named in slo.classes)]
+
+
+def count_hold_seconds(spec: SpecFields) -> int:
+    """Counts the seconds that routers hold a request while there is to be no engine; 0 where there always is one."""
+    scaling = spec.autoscaling
+    if scaling.mode != "Apply" or scaling.min_replicas:
+        return 0
+    return scaling.hold_timeout_seconds or spec.engine.startup_timeout_seconds

@@ -119,7 +119,9 @@ class HttpApi:
         self.metrics = EdgeMetrics(self.slow_readers)
         plane.registry.register(self.metrics)
         self._preparer = RequestPreparer(plane, text, self.metrics)
-        self._answers = HttpGeneration(plane, text, self.slow_readers, self._settings.stream_interval_tokens)
+        self._answers = HttpGeneration(
+            plane, text, self.slow_readers, self._settings.stream_interval_tokens, self._settings.comment_interval_s
+        )
         self._resumable = ResumableAnswers(
             plane, text, self._answers, self.slow_readers, self._settings.stream_interval_tokens
         )

@@ -159,6 +159,11 @@ class Router:
         return not status.why_not_ready(self.state)
 
     @property
+    def is_holding(self) -> bool:
+        """See ``DataPlane.is_holding``."""
+        return self.state.active.is_holding
+
+    @property
     def not_ready_reason(self) -> str:
         """See ``DataPlane.not_ready_reason``."""
         return status.why_not_ready(self.state)

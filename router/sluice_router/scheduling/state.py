@@ -48,6 +48,7 @@ class RequestQueues:
         kept: Those whose prefill has ended and whose KV waits for an engine that decodes, first come first.
         deadlines: Heap of (deadline, request).
         last_assign_s: When placement last ran for all waiting requests.
+        held_s: When requests were held last, because there was to be no engine until one came.
         by_resume_key: Of the live ones, those that their clients can resume.
         claims: What engines were asked for, by the key.
         detached: Of the live ones, those whose clients are gone and may come back: until when, in this order.
@@ -59,6 +60,7 @@ class RequestQueues:
     kept: dict[RequestId, LiveRequest] = field(default_factory=dict)
     deadlines: list[tuple[float, RequestId]] = field(default_factory=list)
     last_assign_s: float = float("-inf")
+    held_s: float = float("-inf")
     by_resume_key: dict[bytes, LiveRequest] = field(default_factory=dict)
     claims: dict[bytes, PendingClaim] = field(default_factory=dict)
     detached: dict[RequestId, float] = field(default_factory=dict)
@@ -108,6 +110,12 @@ class ActivePlan:
     policy: RouterPolicy | None = None
     model: str = ""
     max_model_len_tokens: int = 0
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether there is to be no engine until a request comes, which is held until one serves."""
+        plan = self.plan
+        return plan is not None and plan.hold_s > 0.0 and all(part.is_draining for part in plan.engines.values())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -295,6 +303,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "claim_results": ("resumption/claims", ""),
     "response_stream": ("resumption/adoption", "a client that resumes has another connection"),
     "last_assign_s": ("admission", ""),
+    "held_s": ("admission", ""),
     # EnginePool
     "connected": ("engine_registry failover", "a stream begins in the registry and is lost in failover"),
     "endpoints": ("engine_registry", ""),

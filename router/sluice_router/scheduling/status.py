@@ -34,7 +34,7 @@ def why_not_ready(state: RouterState) -> str:
         return state.status.edge_fault
     if state.active.plan is None:
         return "no plan yet"
-    if len(state.engines.table) == 0:
+    if len(state.engines.table) == 0 and not state.active.is_holding:
         return "no engine has acknowledged the plan yet"
     return ""
 
@@ -171,6 +171,9 @@ class RouterCollector(Collector):
         # The names that dashboards of vLLM know.
         yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait for an engine.", value=waiting)
         yield GaugeMetricFamily("vllm:num_requests_running", "Requests on engines.", value=running)
+        holding = GaugeMetricFamily("sluice_holding", "1 while there is to be no engine until a request comes.")
+        holding.add_metric((), float(state.active.is_holding))
+        yield holding
         generation = plan.generation if plan is not None else 0
         yield GaugeMetricFamily("sluice_plan_generation", "Generation of the plan in force.", value=generation)
         in_flight = sum(engine.migrations_out for engine in state.engines.connected.values())
