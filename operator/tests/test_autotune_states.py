@@ -384,7 +384,9 @@ def test_an_edit_forgets_all_but_when_it_was() -> None:
 def test_another_size_scales_what_is_in_force_and_what_may_return() -> None:
     state = decision.decide(put_on_trial(start=None), observe(request=None, replicas=8, is_settled=False))
     assert (state.replicas, state.tuned) == (8, replace(FOR_LONG, num_prefill_heavy=6))
-    assert state.trial == replace(put_on_trial(start=None).trial, former=replace(FOR_SHORT, num_prefill_heavy=2))
+    former = replace(FOR_SHORT, num_prefill_heavy=2)
+    # What is counted from then on is that of the new size.
+    assert state.trial == replace(put_on_trial(start=None).trial, former=former, started_s=NOW)
     from_spec = decision.decide(put_on_trial(start=None, former=None), observe(request=None, replicas=8))
     assert from_spec.trial is not None
     assert from_spec.trial.former is None
