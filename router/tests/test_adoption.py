@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from data_plane_harness import CheckingResponseStream, Harness, make_request
-from fake_engine import expected_output, make_plan
+from fake_engine import RESUME_S, expected_output, make_plan
 
 from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_router.errors import NoEngineError, QueueFullError, ShuttingDownError, TakenOverError, UnknownStreamError
@@ -335,7 +335,7 @@ def test_a_request_that_nobody_comes_back_to_ends_in_time():
     harness = begin(3)
     [(request_id, old)] = harness.response_streams.items()
     harness.router.detach(request_id)
-    harness.clock.now_s += harness.state.limits.resume_s - 1
+    harness.clock.now_s += RESUME_S - 1
     harness.router.tick()
     assert request_id in harness.state.requests.live
     old.is_cancelled = True

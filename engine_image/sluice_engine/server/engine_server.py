@@ -147,6 +147,7 @@ class EngineServer:
         hello = wire.EngineHello()
         hello.CopyFrom(self._hello)
         hello.held.extend(held)
+        hello.resume_s = self._intervals.resume_s
         load = self._reports.build(session, now_s)
         usage = self._usage.list_others(router_id, now_s)
         stream.send(wire.AttachResponse(hello=hello, load=load, configured=self._plan.in_force, usage=usage))
