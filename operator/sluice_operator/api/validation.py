@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sluice_core.strategies import get_strategy
 from sluice_operator.api import names
 from sluice_operator.api.field_types import port_range
-from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.api.sliders import resolve_sliders, resolve_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sluice_operator.api.field_types import ManifestModel
-    from sluice_operator.api.spec import EnvVar, PodFields, SpecFields, TlsSpec, TokenBounds
+    from sluice_operator.api.pod_fields import EnvVar, PodFields
+    from sluice_operator.api.spec import SpecFields, TlsSpec, TokenBounds
 
 MIN_CHUNK_TOKENS = 16
 # Ports of an engine pod that the manifest does not choose; the CRD names the same numbers in two CEL rules.
@@ -125,7 +125,7 @@ def _count_fits_the_replicas(spec: SpecFields) -> Iterator[RuleViolation]:
 
 def _decode_only_needs_two(spec: SpecFields) -> Iterator[RuleViolation]:
     if spec.replicas == 1 and resolve_sliders(spec).decode_heavy_tokens == 0:
-        varies = get_strategy(spec.strategy).sliders.varies_decode_tokens
+        varies = resolve_strategy(spec).sliders.varies_decode_tokens
         cause = "chunkSizes.decodeHeavy 0" if varies else f"strategy {spec.strategy}"
         yield RuleViolation(
             path=("replicas",), value=1, message=f"is too few: {cause} needs a P-heavy and a D-heavy engine; use 2"

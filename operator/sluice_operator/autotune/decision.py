@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sluice_core.slo import SloCounts
+from sluice_core.strategies import DEFAULT_STRATEGY, get_strategy
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.sliders import Sliders, scale_sliders
 from sluice_operator.autotune.workload import WINDOW_S
@@ -83,6 +84,9 @@ class StoredSliders:
                 before=SloCounts(**data["trial"]["before"]),
             )
             sliders = Sliders(**data["sliders"])
+            for each in (sliders, trial and trial.former):
+                if each and each.strategy:
+                    get_strategy(each.strategy)
             return cls(basis=str(data["basis"]), replicas=int(data["replicas"]), sliders=sliders, trial=trial)
         except (ValueError, TypeError, KeyError):
             return None
@@ -103,6 +107,7 @@ class TunerObservation:
         counts: Requests finished so far; only grows.
         is_settled: Every engine has taken the newest plan, and none comes or goes.
         stored: What an earlier process left.
+        chooses_strategy: Whether ``spec.strategy`` leaves the strategy to the tuner.
         sized: Sliders that a search for capacity found for so many engines; None: none has.
     """
 
@@ -116,6 +121,7 @@ class TunerObservation:
     counts: SloCounts = field(default_factory=SloCounts)
     is_settled: bool = True
     stored: StoredSliders | None = None
+    chooses_strategy: bool = False
     sized: Sliders | None = None
 
 
@@ -260,8 +266,19 @@ def has_attainment_fallen(before: SloCounts, after: SloCounts) -> bool:
     return new < old - max(MIN_FALL, _CHANCE * chance)
 
 
-def describe_status(state: TunerState, observation: TunerObservation) -> AutotuneStatus:  # noqa: PLR0911 - one line per reason
-    """Describes the state. A message stays the same while the reason does: each change is a status write."""
+def describe_status(state: TunerState, observation: TunerObservation) -> AutotuneStatus:
+    """Describes the state. A message stays the same while the reason and the strategy do: a change is a write."""
+    status = _describe_tuning(state, observation)
+    if not observation.chooses_strategy:
+        return status
+    if state.tuned is None:
+        chosen = f"{DEFAULT_STRATEGY.title}, the default"
+    else:
+        chosen = f"{get_strategy(state.tuned.strategy).title}, as a search chose"
+    return replace(status, message=f"{status.message}; strategy Auto is {chosen}")
+
+
+def _describe_tuning(state: TunerState, observation: TunerObservation) -> AutotuneStatus:  # noqa: PLR0911 - a line a reason
     if observation.mode == "Off":
         return AutotuneStatus(is_true=False, reason=Reason.OFF, message="autotune is off")
     result = state.result

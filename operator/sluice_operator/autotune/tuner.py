@@ -10,8 +10,9 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sluice_core.strategies import get_strategy
 from sluice_operator.api.condition_types import Reason
-from sluice_operator.api.sliders import resolve_sliders, scale_sliders
+from sluice_operator.api.sliders import AUTO, resolve_sliders, scale_sliders
 from sluice_operator.autotune import decision
 from sluice_operator.autotune.decision import AutotuneStatus, StoredSliders, StoredTrial, TunerObservation, TunerState
 from sluice_operator.autotune.engine_facts import find_engine_facts
@@ -153,6 +154,7 @@ class Tuner:
             counts=inputs.counts,
             is_settled=inputs.is_settled,
             stored=inputs.stored,
+            chooses_strategy=spec.strategy == AUTO,
             sized=inputs.sized,
         )
 
@@ -207,4 +209,6 @@ def apply_sliders(cluster: ServingCluster, sliders: Sliders | None) -> ServingCl
         update={"prefill_heavy": sliders.prefill_heavy_tokens, "decode_heavy": sliders.decode_heavy_tokens}
     )
     update: dict[str, Any] = {"prefill_heavy": sliders.num_prefill_heavy, "chunk_sizes": chunk_sizes}
+    if sliders.strategy:
+        update["strategy"] = get_strategy(sliders.strategy).title
     return cluster.model_copy(update={"spec": spec.model_copy(update=update)})

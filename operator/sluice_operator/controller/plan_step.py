@@ -84,35 +84,28 @@ async def reconcile_plan(
     if cluster is None:
         return PlanOutcome(cluster=None, scale=ScaleDecision(replicas=0), stored=stored)
     cluster = _size(cluster, observed, reported, stored, state)
-    decided = _decide(cluster, verdict, observed, reported, stored=stored, state=state, now=now, wall_s=wall_s)
-    new = decided.stored
+    effective = _tune(cluster, observed, reported, stored, state)
+    scale = _scale(effective, observed, reported, stored, state=state, now=now, wall_s=wall_s)
+    models = switch_models(cluster, observed, stored)
+    new = _make_plan(effective, verdict, observed, reported, stored=stored, state=state, scale=scale, models=models)
     if new == stored:
-        return decided
+        return PlanOutcome(cluster=cluster, scale=scale, stored=stored, models=models)
     applier = ChildApplier(kubernetes, cluster, observed.live)
-    is_stored = await store_plan(applier, _find_config_map(observed), new, own_writes)
-    return replace(
-        decided,
-        stored=new if is_stored else stored,
-        is_new=is_stored and new.plan != stored.plan,
-        failures=tuple(applier.failures),
-    )
+    return await _replace_plan(applier, own_writes, observed, stored, new, cluster=cluster, scale=scale, models=models)
 
 
-def _decide(
-    cluster: ServingCluster,
+def _make_plan(
+    effective: ServingCluster,
     verdict: SpecVerdict,
     observed: ObservedState,
     reported: ObservedRouters,
     *,
     stored: StoredPlan,
     state: ClusterState,
-    now: float,
-    wall_s: float,
-) -> PlanOutcome:
-    """Decides sliders, who leaves, models and the plan, as if it were stored already."""
-    effective = _tune(cluster, observed, reported, stored, state)
-    scale = _scale(effective, observed, reported, stored, state=state, now=now, wall_s=wall_s)
-    models = switch_models(cluster, observed, stored)
+    scale: ScaleDecision,
+    models: SwitchOutcome,
+) -> StoredPlan:
+    """Makes what is to be stored, the tuner's sliders and what the models' revisions are resolved to included."""
     plan = make_plan(
         effective,
         stored,
@@ -122,7 +115,7 @@ def _decide(
         statuses=reported.statuses.values(),
         switch=models.switch,
     )
-    new = StoredPlan(
+    return StoredPlan(
         plan=plan,
         generation=plan.generation,
         tuned=state.tuner.stored,
@@ -131,7 +124,29 @@ def _decide(
         switch=models.switch,
         revisions=resolve_revisions(stored.revisions, (*observed.engines, *observed.routers)),
     )
-    return PlanOutcome(cluster=cluster, scale=scale, stored=new, models=models)
+
+
+async def _replace_plan(
+    applier: ChildApplier,
+    own_writes: OwnWrites,
+    observed: ObservedState,
+    stored: StoredPlan,
+    new: StoredPlan,
+    *,
+    cluster: ServingCluster,
+    scale: ScaleDecision,
+    models: SwitchOutcome,
+) -> PlanOutcome:
+    """Stores a plan in place of another one, and says what became of it."""
+    is_stored = await store_plan(applier, _find_config_map(observed), new, own_writes)
+    return PlanOutcome(
+        cluster=cluster,
+        scale=scale,
+        stored=new if is_stored else stored,
+        models=models,
+        is_new=is_stored and new.plan != stored.plan,
+        failures=tuple(applier.failures),
+    )
 
 
 def read_stored_plan(observed: ObservedState) -> StoredPlan:

@@ -134,6 +134,8 @@ def _render_recommended(inputs: StatusInputs, old: Object | None, now_text: str)
         },
         "predictedAttainment": format_share(round(result.attainment * 1000), 1000),
     }
+    if result.sliders.strategy:
+        new["strategy"] = get_strategy(result.sliders.strategy).title
     is_same = old is not None and {**old, "time": ""} == {**new, "time": ""}
     return old if is_same else {**new, "time": now_text}
 

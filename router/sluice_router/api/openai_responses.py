@@ -34,7 +34,15 @@ FINISH_REASONS = {
 
 
 class AnswerFormat(Protocol):
-    """One choice of an answer in the form of its endpoint; the answer's own parts are the same for all choices."""
+    """One choice of an answer in the form of its endpoint; the answer's own parts are the same for all choices.
+
+    Attributes:
+        answer_id: Id of the answer.
+        created_s: When it began, Unix time.
+    """
+
+    answer_id: str
+    created_s: int
 
     def start(self) -> bytes:
         """Formats the events before the first text."""
@@ -103,6 +111,8 @@ class _Format:
         includes_usage: bool,
         prompt_token_ids: list[int] | None,
     ) -> None:
+        self.answer_id = answer_id
+        self.created_s = created_s
         self._head = {"id": answer_id, "object": self.kind, "created": created_s, "model": model}
         self._index = index
         self._settings = settings

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from sluice_core.records import Hold, Place, PrefillRequest, Slo
 from sluice_core.scheduling.holding import select_urgent
 from sluice_router.errors import (
+    MIN_RETRY_S,
     DeadlineError,
     InvalidRequestError,
     NoEngineError,
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 # Shortest time between two placements of the whole queue, and most requests placed at once: bounds the loop's pauses.
 ASSIGN_INTERVAL_S = 0.005
-# Least Retry-After.
-MIN_RETRY_S = 1.0
 
 
 def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, now: float) -> None:
@@ -123,7 +122,8 @@ def expire(state: RouterState, now: float) -> None:
     while state.requests.deadlines and state.requests.deadlines[0][0] <= now:
         _, request_id = heapq.heappop(state.requests.deadlines)
         request = state.requests.live.get(request_id)
-        if request is not None:
+        # A caller that came back has another deadline than at first.
+        if request is not None and request.new.deadline_s is not None and request.new.deadline_s <= now:
             late = f"the caller's deadline passed after {now - request.new.arrival_s:.1f} s"
             completion.fail(state, request, DeadlineError(late), now)
     queues = state.requests
@@ -239,8 +239,9 @@ def _register(state: RouterState, request: LiveRequest, now: float) -> None:
     new = request.new
     state.requests.live[request.request_id] = request
     state.statistics.num_arrived += 1
-    if new.deadline_s is not None:
-        heapq.heappush(state.requests.deadlines, (new.deadline_s, request.request_id))
+    if new.resume_key:
+        state.requests.by_resume_key[new.resume_key] = request
+    state.requests.note_deadline(new)
     state.metrics.count("tokens", "prompt", by=len(new.prompt_token_ids))
     state.decision_log.record(
         now,
