@@ -260,8 +260,8 @@ def test_a_status_is_as_it_was_recorded(number: int) -> None:
 def test_the_drawn_statuses_have_seen_most_reasons() -> None:
     seen = Counter(record[kind].split(":")[0].split()[1] for record in RECORDS.values() for kind in ConditionType)
     missing = {reason.value for reason in Reason} - set(seen)
-    of_the_tuner = set(REASONS[ConditionType.AUTOTUNED])
-    assert missing - of_the_tuner <= {Reason.POD_TEMPLATE_REFUSED, Reason.NOT_AVAILABLE, Reason.ROLLOUT_PAUSED}
+    of_tuner_and_scaler = {*REASONS[ConditionType.AUTOTUNED], *REASONS[ConditionType.AUTOSCALED]}
+    assert missing - of_tuner_and_scaler <= {Reason.POD_TEMPLATE_REFUSED, Reason.NOT_AVAILABLE, Reason.ROLLOUT_PAUSED}
 
 
 @pytest.mark.parametrize("number", NUMBERS)
