@@ -130,8 +130,10 @@ async def test_an_idle_cluster_has_no_engine_until_a_stream_comes(cluster: PodCl
     assert (conditions["Ready"], conditions["Autoscaled"]) == ("Idle", "Idle")
     started_s = time.monotonic()
     lines = await asyncio.to_thread(stream, cluster)
-    print(f"an answer from no engine: after {time.monotonic() - started_s:.1f} s, {lines.count(COMMENT)} comments")
-    assert COMMENT in lines
+    took_s = time.monotonic() - started_s
+    print(f"an answer from no engine: after {took_s:.1f} s, {lines.count(COMMENT)} comments")
+    # The first one comes after ten seconds, and an emulated engine may have started by then.
+    assert COMMENT in lines or took_s < 15.0
     assert lines[-1] == "data: [DONE]"
     assert sum(line.startswith("data: {") for line in lines) >= 8
     assert serves(cluster, 1)()
