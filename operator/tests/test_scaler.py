@@ -169,6 +169,16 @@ async def test_an_idle_cluster_goes_to_zero_and_the_first_request_starts_an_engi
     assert scaled.world.conditions["Ready"] == ("True", "Serving")
 
 
+async def test_a_cluster_is_ready_while_its_last_engine_ends() -> None:
+    scaled = Scaled(minReplicas=0, scaleDown={"stabilizationWindowSeconds": 60})
+    await scaled.run(120.0, 1.0)
+    seen = set()
+    for _ in range(130):
+        await scaled.run(1.0, step_s=1.0)
+        seen.add(scaled.world.conditions["Ready"])
+    assert seen == {("True", "Serving"), ("True", "Idle")}
+
+
 async def test_a_new_process_leaves_a_cluster_of_none_alone() -> None:
     scaled = Scaled(minReplicas=0, scaleDown={"stabilizationWindowSeconds": 60})
     await scaled.run(120.0, 1.0)

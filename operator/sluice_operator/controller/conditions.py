@@ -113,7 +113,7 @@ def _decide_ready(inputs: StatusInputs) -> Condition:
     def condition(*, is_true: bool, reason: Reason, message: str) -> Condition:
         return Condition(type=ConditionType.READY, is_true=is_true, reason=reason, message=message)
 
-    if _wants_none(inputs) and not inputs.engines and inputs.num_routers_ready:
+    if _wants_none(inputs) and not inputs.num_engines_ready and inputs.num_routers_ready:
         message = "no engine runs; routers hold what arrives until one has started"
         return condition(is_true=True, reason=Reason.IDLE, message=message)
     if inputs.num_engines_ready and inputs.num_routers_ready:
