@@ -8,7 +8,8 @@ import math
 import random
 import re
 import time
-from itertools import permutations
+from collections import Counter
+from itertools import pairwise, permutations
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -29,7 +30,7 @@ from sluice_operator.autotune.search_process import SearchRunner
 from sluice_operator.autotune.workload import read_workload
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from cluster import Client, Cluster
     from workload import Answer
@@ -42,6 +43,7 @@ Edit = dict[str, Any]
 
 # A generous limit for shared machines; the test prints the measured time.
 IN_FORCE_S = 15.0
+SWITCH_S = 60.0
 ANOTHER_PORT = 26900
 # Of the example manifest.
 MAX_BATCH_TOKENS = 2048
@@ -152,37 +154,55 @@ async def test_a_live_edit_breaks_no_stream(cluster: Cluster, known: list[tuple[
     assert {e["pid"] for e in after["engines"]} == {e["pid"] for e in before["engines"]}
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), list(permutations(STRATEGIES.values(), 2)), ids=lambda strategy: strategy.title
-)
-async def test_a_switch_of_strategy_breaks_no_stream(
-    cluster: Cluster, known: list[tuple[Request, Answer]], before: Strategy, after: Strategy
-) -> None:
-    loop = asyncio.get_running_loop()
+def walk_all_switches(strategies: Sequence[Strategy]) -> list[Strategy]:
+    """Orders strategies so that each is followed by each other one exactly once; begins and ends with the first.
 
-    async def switch(strategy: Strategy) -> dict[str, Any]:
-        sizes = cluster.manifest["spec"]["chunkSizes"]
-        prefill, decode = strategy.sliders.resolve(sizes["prefillHeavy"], sizes["decodeHeavy"], MAX_BATCH_TOKENS)
+    Source: Hierholzer's way to an Eulerian circuit.
+    """
+    unused = {before: [after for after in strategies if after is not before] for before in strategies}
+    walk, path = [], [strategies[0]]
+    while path:
+        if ahead := unused[path[-1]]:
+            path.append(ahead.pop())
+        else:
+            walk.append(path.pop())
+    walk.reverse()
+    assert Counter(pairwise(walk)) == Counter(permutations(strategies, 2))
+    return walk
 
-        # Strategies have chunk sizes of their own, but for DynaServe, EcoServe and Sluice: between these, streams may
-        # end before the switch is in force. The launcher makes no plan where it is in force already.
-        def is_reached(status: dict[str, Any]) -> bool:
-            is_acknowledged = all(r["acknowledged_generation"] == r["generation"] for r in status["routers"])
-            is_taken = chunk_sizes(status) == sorted([prefill, prefill, decode, decode])
-            return is_acknowledged and is_taken and not any(engine["last_fault"] for engine in status["engines"])
 
-        await loop.run_in_executor(None, lambda: cluster.edit(lambda spec: spec.update(strategy=strategy.title)))
-        return await loop.run_in_executor(None, cluster.wait, f"{strategy.title} is in force", is_reached, IN_FORCE_S)
-
-    if cluster.manifest["spec"]["strategy"] != before.title:
-        await switch(before)
+async def test_no_switch_of_strategy_breaks_a_stream(cluster: Cluster, known: list[tuple[Request, Answer]]) -> None:
+    """Walks from strategy to strategy over every ordered pair, under streams that never pause."""
+    in_force = cluster.manifest["spec"]["strategy"]
+    walk = walk_all_switches(sorted(STRATEGIES.values(), key=lambda strategy: strategy.title != in_force))
     pids = {engine["pid"] for engine in cluster.status()["engines"]}
-    async with cluster.client() as client:
-        async with keep_streaming(client, known[:16]):
-            now_in_force = await switch(after)
-        for request, answer in known[:4]:
-            check(await client.generate(request), answer)
-    assert {engine["pid"] for engine in now_in_force["engines"]} == pids
+    async with cluster.client() as client, keep_streaming(client, known[:8]):
+        for before, after in pairwise(walk):
+            print(f"from {before.title} to {after.title}")  # a failure shows the last one
+            async with asyncio.timeout(SWITCH_S):
+                status = await switch(cluster, after)
+                # These begin under the new strategy; those that run have begun under the old one.
+                answers = await asyncio.gather(*(client.generate(request) for request, _ in known[16:19]))
+            for result, (_, answer) in zip(answers, known[16:19], strict=True):
+                check(result, answer)
+            assert {engine["pid"] for engine in status["engines"]} == pids
+
+
+async def switch(cluster: Cluster, strategy: Strategy) -> dict[str, Any]:
+    """Edits the strategy, and waits until every engine has taken the plan; returns the status."""
+    loop = asyncio.get_running_loop()
+    sizes = cluster.manifest["spec"]["chunkSizes"]
+    prefill, decode = strategy.sliders.resolve(sizes["prefillHeavy"], sizes["decodeHeavy"], MAX_BATCH_TOKENS)
+    before = await loop.run_in_executor(None, cluster.status)
+    generation = max(router["generation"] for router in before["routers"])
+
+    def is_reached(status: dict[str, Any]) -> bool:
+        is_acknowledged = all(router["acknowledged_generation"] > generation for router in status["routers"])
+        is_taken = chunk_sizes(status) == sorted([prefill, prefill, decode, decode])
+        return is_acknowledged and is_taken and not any(engine["last_fault"] for engine in status["engines"])
+
+    await loop.run_in_executor(None, lambda: cluster.edit(lambda spec: spec.update(strategy=strategy.title)))
+    return await loop.run_in_executor(None, cluster.wait, f"{strategy.title} is in force", is_reached, IN_FORCE_S)
 
 
 async def test_routers_learn_the_latency_model_that_a_search_uses(

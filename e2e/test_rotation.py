@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PORTS = "26000-26099"
 KEY, NEXT_KEY = "sk-canary-first-1843", "sk-canary-second-2950"
 PEERS = ("secured-engines.default.svc", "secured-router-control.default.svc")
+END = "-----END CERTIFICATE-----"
 NUM_TOKENS = 400
 BODY = {"model": "tiny", "prompt": "def f(x):", "max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
 STREAM = {**BODY, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
@@ -87,6 +88,18 @@ async def is_let_in(cluster: Cluster, authority: trustme.CA, key: str) -> bool:
             return False
 
 
+async def is_shown(cluster: Cluster, chain: bytes) -> bool:
+    """Whether all engines and the router show a certificate to their peers: then they also trust what came with it."""
+    engines = (f"127.0.0.1:{record['ports']['grpc']}" for record in cluster.processes("engine").values())
+    wanted = ssl.PEM_cert_to_DER_cert(chain.decode().partition(END)[0] + END)
+    for address in (cluster.address(port="control"), *engines):
+        host, _, port = address.rpartition(":")
+        shown = await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)), timeout=10)
+        if ssl.PEM_cert_to_DER_cert(shown) != wanted:
+            return False
+    return True
+
+
 def read_tokens(lines: list[str]) -> list[int]:
     """Reads the token ids of a whole stream."""
     assert lines[-2] == "data: [DONE]"
@@ -127,8 +140,11 @@ async def test_keys_and_certificates_rotate_under_a_stream_and_stay_secret(
                 (second, (authority, second)),
                 (second, (second,)),
             ):
-                mount_secret(secrets / "peers", make_files(issuer, *PEERS, trusted=trusted))
-                await asyncio.sleep(1.5)
+                files = make_files(issuer, *PEERS, trusted=trusted)
+                mount_secret(secrets / "peers", files)
+                async with asyncio.timeout(30):
+                    while not await is_shown(secured, files["tls.crt"]):  # noqa: ASYNC110 - it is another process
+                        await asyncio.sleep(0.1)
             mount_secret(secrets / "keys", {"alice": NEXT_KEY.encode()})
             mount_secret(secrets / "front", make_files(second, "127.0.0.1"))
             async with asyncio.timeout(30):

@@ -71,6 +71,7 @@ class FaultProxy:
         is_dead: Whether every request is cut off.
         faults: Number of faults by kind.
         requests: Method and path of every request that reached the API server.
+        withheld: Number of events that muted watches did not pass on, by path.
     """
 
     def __init__(self, settings: Settings, seed: int = 1) -> None:
@@ -79,6 +80,7 @@ class FaultProxy:
         self.is_dead = False
         self.faults: Counter[str] = Counter()
         self.requests: list[tuple[str, str]] = []
+        self.withheld: Counter[str] = Counter()
         self._target = settings.api_url
         self._tls = ssl.create_default_context(cafile=str(settings.pki / "ca.crt"))
         self._rng = random.Random(seed)
@@ -198,6 +200,8 @@ class FaultProxy:
                         break
                     if watch not in self._muted:
                         await response.write(line)
+                    elif b'"BOOKMARK"' not in line:
+                        self.withheld[request.path] += 1
             except (ConnectionError, aiohttp.ClientError):
                 pass  # the client or the server has closed the connection
             finally:

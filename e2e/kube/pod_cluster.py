@@ -11,6 +11,7 @@ import contextlib
 import json
 import threading
 import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from testbed.errors import TestbedError
 from testbed.settings import ROOT
 
 from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2_grpc
-from sluice_operator.api.names import CONTROL_PORT, GRPC_PORT, METRICS_PORT
+from sluice_operator.api.names import CONTROL_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -212,6 +213,16 @@ class PodCluster(KubectlCluster):
                 int(float(line.split()[1])) for line in lines if line.startswith("sluice_engine_chunk_size_tokens ")
             ]
         return sorted(found)
+
+    def explain(self, request_id: str) -> list[dict[str, Any]]:
+        """Reads the decisions on a request from the router that served it."""
+        for address in self.addresses("router").values():
+            with contextlib.suppress(urllib.error.HTTPError):  # 404 from the others
+                url = f"http://{address}:{HTTP_PORT}/debug/requests/{request_id}"
+                with urllib.request.urlopen(url, timeout=10) as answer:
+                    events: list[dict[str, Any]] = json.loads(answer.read())["events"]
+                    return events
+        raise LookupError(f"no router knows {request_id}")
 
     def wait_chunk_sizes(self, sizes: list[int]) -> None:
         """Waits until the engines' metrics show these chunk sizes. They follow with the next load report."""

@@ -40,6 +40,8 @@ INACTIVITY_S = 70.0
 # After this time without a request, no reconcile is under way.
 STILL_S = 2.0
 ENOUGH_FAULTS = 30
+# How often a replica that does not lead asks for the lease before it counts as waiting.
+NUM_ATTEMPTS = 5
 FAULTS = {"429", "500", "503", "refused", "lost", "slow"}
 
 
@@ -196,13 +198,13 @@ def test_watches_that_go_silent_are_noticed(cluster: LightCluster, proxy: FaultP
     number_of_ends = replica.num_ends
     # No other event may cause a reconcile, which would read the edit too.
     wait_until_still(replica.operator.calls)
+    proxy.withheld.clear()
     assert proxy.mute_watches() > 5
     cluster.edit(prefillHeavy=3)
-    time.sleep(5)
+    wait_for(lambda: any(path.endswith("/servingclusters") for path in list(proxy.withheld)), "the unseen edit")
+    wait_until_still(replica.operator.calls)
     assert cluster.roles.count("p-heavy") == 2
-    deadline = time.monotonic() + INACTIVITY_S + PATIENCE_S
-    while cluster.roles.count("p-heavy") != 3 and time.monotonic() < deadline:
-        time.sleep(1)
+    wait_for(lambda: cluster.roles.count("p-heavy") == 3, "the edit to be noticed", INACTIVITY_S + PATIENCE_S)
     cluster.wait("Progressing", "Settled")
     assert cluster.roles.count("p-heavy") == 3
     assert replica.num_ends == number_of_ends
@@ -221,7 +223,9 @@ def test_a_leader_that_loses_its_lease_exits_and_writes_nothing_more(
     proxy.requests.clear()
     standby = replica.operator
     wait_for(lambda: standby.read("/readyz") == "ok\n", "the next process")
-    time.sleep(3)
+    # It asks again and again, and does not take what another holds.
+    asked = ("GET", LEASE)
+    wait_for(lambda: proxy.requests.count(asked) >= NUM_ATTEMPTS, "its attempts to lead")
     assert not standby.leads
     assert {method for method, _ in proxy.requests} == {"GET"}
     after = json.loads(cluster.kubectl("get", "configmap", "tiny-plan", "-o", "json"))["metadata"]["annotations"]
@@ -343,8 +347,11 @@ def test_an_image_pull_failure_stops_the_rollout_and_a_stuck_pod_does_not(
     assert len(before & set(cluster.engines)) == 3
     edit_until_among(cluster, 3)
     versions, writes = wait_until_still(cluster.versions), replica.operator.writes()
-    time.sleep(5)
-    assert (cluster.versions(), replica.operator.writes()) == (versions, writes)
+    for attempt in (5, 6, 7):
+        num_before = count_reconciles(replica)
+        fail_to_pull(attempt)
+        wait_for(lambda num_before=num_before: count_reconciles(replica) > num_before, "a reconcile")
+    assert (wait_until_still(cluster.versions), replica.operator.writes()) == (versions, writes)
     client.kubectl("-n", cluster.namespace, "delete", "pod", bad, "--force", "--grace-period=0")
 
 
@@ -385,9 +392,9 @@ def test_a_deleted_namespace_takes_its_cluster_and_causes_no_retries(
     client.kubectl("delete", "namespace", namespace, "--wait=false")
     wait_for(lambda: list(cluster.versions()) == ["ConfigMap/held"], "the end of all but one")
     wait_for(lambda: count_clusters() == num_clusters - 1, "the cluster to be forgotten")
+    # Calm has to come, and to last: retries would come after growing pauses.
     calls = wait_until_still(replica.operator.calls)
-    time.sleep(3)
-    assert replica.operator.calls() == calls
+    assert wait_until_still(replica.operator.calls) == calls
     assert "the reconcile failed unexpectedly" not in replica.read_log()
     path = f"/api/v1/namespaces/{namespace}/configmaps/held"
     assert client.request("PATCH", path, {"metadata": {"finalizers": None}}, MERGE).is_ok

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import json
 import os
+import random
 import statistics
 import time
 from operator import attrgetter
@@ -28,6 +29,7 @@ from pod_streams import stream_while
 from release import DEFINITION, RESTRICTED, Release, make_next_chart
 from test_exactness import check
 from testbed.helm import CHART, SYSTEM
+from workload import Request, make_prompt
 
 from sluice.v1 import plan_pb2, router_pb2
 from sluice_operator.api.names import CONTROL_PORT, ENGINE_PORT
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from testbed.client import Client
-    from workload import Answer, Request
+    from workload import Answer
 
     Known = list[tuple[Request, Answer]]
 
@@ -120,8 +122,16 @@ EDITS: dict[str, Edit] = {
     "no prompts on D-heavy": ({"chunkSizes": {"decodeHeavy": 0}}, lambda s: list_sizes(s) == [0, 512], [0, 512]),
     "aggregated": ({"strategy": "Aggregated"}, lambda s: list_sizes(s) == [512, 512], [512, 512]),
     "disaggregated": ({"strategy": "Disaggregated"}, lambda s: list_sizes(s) == [0, 2048], [0, 2048]),
-    "objectives": ({"slo": {"ttftMilliseconds": 900, "tpotMilliseconds": 50}}, lambda _: True, [64, 512]),
-    "parameters": ({"parameters": {"watermarkPercent": 50}}, lambda _: True, [64, 512]),
+    "objectives": (
+        {"slo": {"ttftMilliseconds": 900, "tpotMilliseconds": 50}},
+        lambda s: list_sizes(s) == [64, 512],
+        [64, 512],
+    ),
+    "parameters": (
+        {"parameters": {"watermarkPercent": 50, "earlyRejection": "Random"}},
+        lambda s: list_sizes(s) == [64, 512],
+        [64, 512],
+    ),
 }
 
 
@@ -138,6 +148,22 @@ async def test_a_live_edit_replaces_no_pod_and_breaks_no_stream(cluster: PodClus
     times, fared = await stream_while(cluster, known, act)
     print(f"{name}: {times}; streams: {dict(fared)}")
     assert (cluster.identify("engine"), cluster.identify("router")) == before
+    # No status has objectives or parameters: the decisions on the next request have.
+    if name == "objectives":
+        admitted = (await decide(cluster, name))["admitted"]
+        assert (admitted["ttft_slo_s"], admitted["tpot_slo_s"]) == (0.9, 0.05)
+    if name == "parameters":
+        assert (await decide(cluster, name, ttft_slo_ms=1))["placement"]["decision"]["reason"] == "random"
+
+
+async def decide(cluster: PodCluster, name: str, *, ttft_slo_ms: int = 0) -> dict[str, dict[str, Any]]:
+    """Asks for one token to a long prompt; returns what the router decided, by event."""
+    prompt = make_prompt(1500, random.Random(1))
+    request = Request(name=name, prompt_token_ids=prompt, sampling={"temperature": 0.0, "max_tokens": 1})
+    async with cluster.connect() as client:
+        await client.generate(request, ttft_slo_ms=ttft_slo_ms)
+    events = await asyncio.to_thread(cluster.explain, request.name)
+    return {event["event"]: event for event in events}
 
 
 async def test_every_one_of_many_edits_reaches_the_engines(cluster: PodCluster, known: Known) -> None:

@@ -25,6 +25,8 @@ PlanRefusedError (ValueError) and EngineProtocolError never reach a client
 
 from __future__ import annotations
 
+MIN_RETRY_S = 1.0  # least Retry-After
+
 
 class RouterError(Exception):
     """A request cannot be served.

@@ -72,6 +72,7 @@ class FakePlane:
         self.refusal: RouterError | None = None
         self.stories: dict[str, dict[str, Any]] = {}
         self.not_ready_reason = ""
+        self.is_holding = False
         self.model = ServedModel(name="tiny", max_model_len_tokens=MAX_MODEL_LEN, created_s=1_700_000_000)
         self._numbers = itertools.count(1)
         self.clock_s: float | None = None

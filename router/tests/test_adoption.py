@@ -433,3 +433,23 @@ def test_a_caller_that_comes_back_has_another_deadline():
     harness.run()
     assert stream.error is None
     assert stream.finish is not None
+
+
+def test_an_owner_is_charged_for_what_is_made_here_alone():
+    harness = Harness(PD)
+    harness.router.apply_plan(
+        make_plan(PD, generation=2, owner_limits=[{"owner": "*", "concurrent_requests": 1, "weight": 1}])
+    )
+    harness.deliver()
+    found = make_found(num_output=3, reason=ABORTED)
+    new = make_request(20, 8, resume_key=KEY, owner="team", now=harness.clock.now_s)
+    new = replace(new, request_id=found.submit.request_id)
+    stream = CheckingResponseStream(list(new.prompt_token_ids), list(found.output_token_ids))
+    harness.router.adopt(found, new, stream, None)
+    harness.response_streams[new.request_id] = stream
+    assert harness.state.limiter.local["team"].running == 1
+    harness.run()
+    assert stream.finish is not None
+    assert harness.count("key_tokens", "team", "output") == 5
+    assert harness.count("key_tokens", "team", "prompt") == 0
+    assert harness.state.limiter.local["team"].running == 0

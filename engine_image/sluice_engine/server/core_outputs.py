@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sluice.v1 import sampling_pb2
-from sluice_engine import core_messages
+from sluice_engine import core_encoding, core_messages
 from sluice_engine.server import wire_conversion
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def find_report(outputs: Any) -> core_messages.SchedulerReport | None:
     """The scheduler's report among an iteration's outputs; it comes last."""
     for output in reversed(outputs.outputs):
         if output.request_id == core_messages.REPORT_ID:
-            return core_messages.decode_report(output.kv_transfer_params)
+            return core_encoding.decode_report(output.kv_transfer_params)
     return None
 
 
@@ -49,7 +49,7 @@ def _take_output(request: RouterRequest, output: Any, sessions: SessionTable, no
     if output.finish_reason is None:
         return False
     # First, because a request that was handed off ends with the reason "length" too.
-    handed_off = core_messages.decode_hand_off(output.kv_transfer_params)
+    handed_off = core_encoding.decode_hand_off(output.kv_transfer_params)
     if handed_off is not None:
         is_held = request.slot is None
         sessions.finish(request, sampling_pb2.FINISH_REASON_HANDED_OFF, now_s, handed_off=handed_off)

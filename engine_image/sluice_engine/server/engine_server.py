@@ -18,7 +18,7 @@ from sluice_engine import core_messages
 from sluice_engine.server.core_commands import CoreCommands
 from sluice_engine.server.core_outputs import find_report, take_report, take_tokens
 from sluice_engine.server.counters import ServerCounters
-from sluice_engine.server.load_reports import LoadReporter
+from sluice_engine.server.load_reporter import LoadReporter
 from sluice_engine.server.plan_relay import PlanRelay
 from sluice_engine.server.router_session import KvSource
 from sluice_engine.server.session_table import SessionTable

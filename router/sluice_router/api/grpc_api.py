@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 
     from sluice_core.records import RequestId
     from sluice_router.api.edge_metrics import EdgeMetrics
-    from sluice_router.scheduling.requests import DataPlane, Usage
+    from sluice_router.scheduling.requests import DataPlane
     from sluice_router.security.access_control import ClientAccess, OwnerFinder
-    from sluice_router.text.output import Delta
     from sluice_router.text.tokenizer import ModelText
 
     Context = grpc.aio.ServicerContext[router_pb2.GenerateRequest, router_pb2.GenerateResponse]
@@ -237,7 +236,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
             while True:
                 delta, end = await response_stream.next()
                 if delta or isinstance(end, Finish):
-                    part = _format(answer.shown_id, delta, end if isinstance(end, Finish) else None)
+                    finish = end if isinstance(end, Finish) else None
+                    part = grpc_fields.format_response(answer.shown_id, delta, finish)
                     if answer.capability and not has_begun:
                         part.resume_capability = answer.capability
                     await context.write(part)
@@ -386,34 +386,3 @@ def _parse(kind: type[Message], data: bytes) -> Message | DecodeError:
 
 def _describe_garbage(error: DecodeError) -> InvalidRequestError:
     return InvalidRequestError(f"the request is not the method's message: {error}", code="malformed_message")
-
-
-def _format(request_id: str, delta: Delta, end: Finish | None) -> router_pb2.GenerateResponse:
-    response = router_pb2.GenerateResponse(
-        request_id=request_id,
-        text=delta.text,
-        token_ids=delta.token_ids,
-        first_output_index=delta.first_index,
-        logprobs=[
-            router_pb2.OutputLogprobs(
-                logprob=entry.logprob, top_token_ids=entry.top_token_ids, top_logprobs=entry.top_logprobs
-            )
-            for entry in delta.logprobs
-        ],
-    )
-    if end is not None:
-        response.finish_reason = end.reason
-        response.usage.CopyFrom(_format_usage(end.usage))
-    return response
-
-
-def _format_usage(usage: Usage) -> router_pb2.Usage:
-    return router_pb2.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        output_tokens=usage.output_tokens,
-        cached_tokens=usage.cached_tokens,
-        ttft_ms=usage.ttft_s * 1e3,
-        tpot_ms=None if usage.tpot_s is None else usage.tpot_s * 1e3,
-        num_hand_offs=usage.num_hand_offs,
-        is_slo_met=usage.is_slo_met,
-    )

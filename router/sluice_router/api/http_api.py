@@ -16,8 +16,8 @@ from aiohttp.http import HttpVersion11
 from sluice.certificates import load_chain, make_server_context
 from sluice_core.records import RequestId
 from sluice_router.api.edge_metrics import EdgeMetrics
-from sluice_router.api.http_answers import SERVER, HttpAnswers
 from sluice_router.api.http_connection import CONTINUE, ConnectionSettings, EdgeServer, EdgeSite, connection_of
+from sluice_router.api.http_generation import SERVER, HttpGeneration
 from sluice_router.api.http_settings import HttpSettings
 from sluice_router.api.info_endpoints import (
     METRICS_PATH,
@@ -119,7 +119,9 @@ class HttpApi:
         self.metrics = EdgeMetrics(self.slow_readers)
         plane.registry.register(self.metrics)
         self._preparer = RequestPreparer(plane, text, self.metrics)
-        self._answers = HttpAnswers(plane, text, self.slow_readers, self._settings.stream_interval_tokens)
+        self._answers = HttpGeneration(
+            plane, text, self.slow_readers, self._settings.stream_interval_tokens, self._settings.comment_interval_s
+        )
         self._resumable = ResumableAnswers(
             plane, text, self._answers, self.slow_readers, self._settings.stream_interval_tokens
         )

@@ -103,6 +103,11 @@ class AnswerProgress:
         if self._error is not None:
             raise self._error
 
+    async def wait_news(self, timeout_s: float) -> bool:
+        """Waits until there is something to send, an error included; returns whether there is by then."""
+        await asyncio.wait([self._first], timeout=timeout_s)
+        return self._first.done()
+
     async def wait_over(self) -> None:
         """Waits until nothing more goes out."""
         await self._over

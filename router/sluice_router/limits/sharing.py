@@ -59,7 +59,7 @@ class UsageSharing:
         self._number += 1
         news = engine_pb2.RouterUsage(second=math.floor(now), number=self._number)
         whole = engine_pb2.RouterUsage(second=math.floor(now), number=self._number)
-        for owner in limiter.changed:
+        for owner in sorted(limiter.changed):
             changed = limiter.local.get(owner)
             if changed is None:
                 # It was forgotten here, and so it shall be elsewhere: nothing of it runs.

@@ -280,6 +280,11 @@ class DataPlane(Protocol):
         ...
 
     @property
+    def is_holding(self) -> bool:
+        """True: there is to be no engine until a request comes, which is held until one serves."""
+        ...
+
+    @property
     def not_ready_reason(self) -> str:
         """Why not, for people; empty when ready."""
         ...

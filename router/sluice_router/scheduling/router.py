@@ -159,6 +159,11 @@ class Router:
         return not status.why_not_ready(self.state)
 
     @property
+    def is_holding(self) -> bool:
+        """See ``DataPlane.is_holding``."""
+        return self.state.active.is_holding
+
+    @property
     def not_ready_reason(self) -> str:
         """See ``DataPlane.not_ready_reason``."""
         return status.why_not_ready(self.state)
@@ -262,7 +267,7 @@ class Router:
         now, state = self.now(), self.state
         self._forgive_lag(now)
         for engine in list(state.engines.connected.values()):
-            failure = failover.find_failure(state.limits, state.engines.table, engine, now)
+            failure = engine_registry.find_failure(state.limits, state.engines.table, engine, now)
             if failure is not None:
                 reason, fault = failure
                 logger.warning("engine %s: %s", engine.engine_id, fault)

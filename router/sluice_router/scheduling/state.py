@@ -48,6 +48,7 @@ class RequestQueues:
         kept: Those whose prefill has ended and whose KV waits for an engine that decodes, first come first.
         deadlines: Heap of (deadline, request).
         last_assign_s: When placement last ran for all waiting requests.
+        held_s: When requests were held last, because there was to be no engine until one came.
         by_resume_key: Of the live ones, those that their clients can resume.
         claims: What engines were asked for, by the key.
         detached: Of the live ones, those whose clients are gone and may come back: until when, in this order.
@@ -59,6 +60,7 @@ class RequestQueues:
     kept: dict[RequestId, LiveRequest] = field(default_factory=dict)
     deadlines: list[tuple[float, RequestId]] = field(default_factory=list)
     last_assign_s: float = float("-inf")
+    held_s: float = float("-inf")
     by_resume_key: dict[bytes, LiveRequest] = field(default_factory=dict)
     claims: dict[bytes, PendingClaim] = field(default_factory=dict)
     detached: dict[RequestId, float] = field(default_factory=dict)
@@ -109,6 +111,12 @@ class ActivePlan:
     model: str = ""
     max_model_len_tokens: int = 0
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether there is to be no engine until a request comes, which is held until one serves."""
+        plan = self.plan
+        return plan is not None and plan.hold_s > 0.0 and all(part.is_draining for part in plan.engines.values())
+
 
 @dataclass(slots=True, kw_only=True)
 class RouterStatus:
@@ -118,7 +126,7 @@ class RouterStatus:
         is_accepting: False once the router shuts down.
         edge_fault: Why clients cannot be served, whatever the engines; empty: they can.
         version: Grows with every change worth reporting.
-        num_reported: Finished requests at the last report of progress.
+        num_reported: Requests that had arrived or finished at the last report of progress.
         reported_s: When that was.
     """
 
@@ -142,12 +150,14 @@ class RequestStatistics:
         samples: The last requests, for the planner.
         last_arrival_s: Latest arrival of a sampled request.
         num_failed: Requests that failed; rejected, cancelled and wrong ones are not among them.
+        num_arrived: Requests that asked for an engine, those that found the queue full included.
     """
 
     samples: deque[control_pb2.RequestSample]
     attainment: AttainmentCounters = field(default_factory=AttainmentCounters)
     last_arrival_s: float | None = None
     num_failed: int = 0
+    num_arrived: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -293,6 +303,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "claim_results": ("resumption/claims", ""),
     "response_stream": ("resumption/adoption", "a client that resumes has another connection"),
     "last_assign_s": ("admission", ""),
+    "held_s": ("admission", ""),
     # EnginePool
     "connected": ("engine_registry failover", "a stream begins in the registry and is lost in failover"),
     "endpoints": ("engine_registry", ""),
@@ -318,6 +329,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "samples": ("completion", ""),
     "attainment": ("completion", ""),
     "last_arrival_s": ("completion", ""),
+    "num_arrived": ("admission", ""),
     # RouterOutbox and Actions
     "actions": ("state", ""),
     "pending": ("state", ""),
@@ -383,7 +395,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "target": ("migration", ""),
     # ConnectedEngine: what it says
     "last_heard_s": ("router token_delivery", "each message; the router adds its own pauses"),
-    "progress_s": ("failover router token_delivery", "each report; an idle engine makes progress by being idle"),
+    "progress_s": ("engine_registry router token_delivery", "each report; an idle engine makes progress by being idle"),
     "load": ("token_delivery", ""),
     "num_iterations": ("token_delivery", ""),
     "prefix_sequence": ("prefixes", ""),

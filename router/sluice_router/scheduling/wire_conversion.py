@@ -122,6 +122,7 @@ def plan_from(plan: plan_pb2.Plan) -> Plan:
         num_routers=max(1, plan.num_routers),
         owner_limits={item.owner: _limits_from(item) for item in plan.owner_limits},
         served_models={item.model_id: item.served_name for item in plan.served_models},
+        hold_s=float(plan.hold_seconds),
     )
 
 

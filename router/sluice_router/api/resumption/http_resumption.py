@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from sluice_core.records import RequestId
-    from sluice_router.api.http_answers import HttpAnswers
+    from sluice_router.api.http_generation import HttpGeneration
     from sluice_router.api.openai_requests import CompletionBody
     from sluice_router.api.request_preparation import PreparedRequest
     from sluice_router.api.slow_readers import SlowReaders
@@ -97,7 +97,7 @@ class ResumableAnswers:
         self,
         plane: DataPlane,
         text: ModelText,
-        answers: HttpAnswers,
+        answers: HttpGeneration,
         slow_readers: SlowReaders,
         interval_tokens: int,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Answers of the inference endpoints over HTTP: whole, or as server-sent events."""
+"""What the inference endpoints answer over HTTP, whole or as server-sent events, until its end or the client leaves."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class WrittenResponse(web.StreamResponse):
         """Writes nothing."""
 
 
-class HttpAnswers:
+class HttpGeneration:
     """Admits what an HTTP request asks for and writes the answer, each choice of which is a request of its own.
 
     Args:
@@ -133,16 +133,25 @@ class HttpAnswers:
         text: The model's text side.
         slow_readers: Where paused streams register.
         interval_tokens: Tokens per event after the first.
+        comment_interval_s: Between two comments of an answer that is held.
 
     Attributes:
         is_closing: Whether answers say that the connection closes behind them.
     """
 
-    def __init__(self, plane: DataPlane, text: ModelText, slow_readers: SlowReaders, interval_tokens: int) -> None:
+    def __init__(
+        self,
+        plane: DataPlane,
+        text: ModelText,
+        slow_readers: SlowReaders,
+        interval_tokens: int,
+        comment_interval_s: float,
+    ) -> None:
         self._plane = plane
         self._text = text
         self._slow_readers = slow_readers
         self._interval_tokens = interval_tokens
+        self._comment_interval_s = comment_interval_s
         self.is_closing = False
 
     async def answer(
@@ -271,9 +280,13 @@ class HttpAnswers:
         connection = connection_of(request)
         try:
             connection.watch(leave)
-            await progress.wait_first()
             keeps_connection = self._keeps_connection(request)
-            stream = self._open(request, headers, keeps_connection=keeps_connection)
+            stream = None
+            if self._plane.is_holding:
+                stream = await self._comment(request, progress, headers, keeps_connection=keeps_connection)
+            if stream is None:
+                await progress.wait_first()
+                stream = self._open(request, headers, keeps_connection=keeps_connection)
             connection.attach(response_streams, stream)
             for response_stream in response_streams:
                 response_stream.open(stream, self._plane.now())
@@ -285,6 +298,22 @@ class HttpAnswers:
             if not progress.is_over:
                 leave()
         return WrittenResponse(keeps_connection=keeps_connection)
+
+    async def _comment(
+        self, request: web.BaseRequest, progress: AnswerProgress, headers: dict[str, str], *, keeps_connection: bool
+    ) -> HttpStream | None:
+        """Begins the answer with comments while a request is held, so that neither client nor proxy gives up.
+
+        Returns:
+            The stream, once there is something to send; None: nothing has been written by then.
+        """
+        stream: HttpStream | None = None
+        while not await progress.wait_news(self._comment_interval_s):
+            if stream is None:
+                stream = self._open(request, headers, keeps_connection=keeps_connection)
+                stream.release()
+            stream.write(openai_responses.HELD_COMMENT)
+        return stream
 
     async def _admit(self, prepared: Sequence[PreparedRequest], response_streams: Sequence[ResponseStream]) -> None:
         """Admits all choices; the caller cancels those that were when another is refused."""
