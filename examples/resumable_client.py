@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
 DONE = "[DONE]"
+# The error of a router that is told to end, and of no other fault: another router goes on.
+LEAVING = "draining"
 RETRY_STATUSES = frozenset({502, 503, 504})
 RETRY_S = 0.1
 MAX_PAUSE_S = 2.0
@@ -107,6 +109,8 @@ async def stream(
                             return
                         chunk = json.loads(data)
                         if "error" in chunk:
+                            if chunk["error"]["code"] == LEAVING:
+                                break
                             raise StreamError(chunk["error"]["message"], chunk["error"]["code"] or "")
                         progress.last_event_id = event_id or progress.last_event_id
                         yield chunk
