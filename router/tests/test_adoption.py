@@ -137,8 +137,13 @@ def make_found(*, num_output: int, reason: int | None, fence: int = 3, **ended) 
 
 @pytest.mark.parametrize(
     "reason",
-    [ABORTED, sampling_pb2.FINISH_REASON_HANDED_OFF, sampling_pb2.FINISH_REASON_RETURNED],
-    ids=["its client had left", "between hand-off and submit", "returned"],
+    [
+        ABORTED,
+        sampling_pb2.FINISH_REASON_HANDED_OFF,
+        sampling_pb2.FINISH_REASON_RETURNED,
+        sampling_pb2.FINISH_REASON_CLAIMED,
+    ],
+    ids=["its client had left", "between hand-off and submit", "returned", "refused behind a claim"],
 )
 @pytest.mark.parametrize("num_output", [0, 3])
 def test_what_no_engine_runs_is_recomputed(reason, num_output):
