@@ -99,7 +99,10 @@ async def stream(
         sent = {**(headers or {}), **_make_headers(progress)}
         try:
             async with client.stream("POST", url + path, json={**body, "stream": True}, headers=sent) as response:
-                if response.status_code != 200:
+                if response.status_code == 404 and progress.capability and not progress.last_event_id:
+                    # Nothing has come of the answer, and nobody has it: the request is sent again.
+                    progress.capability = ""
+                elif response.status_code != 200:
                     pause_s = await _read_pause_s(response, is_resumed=bool(progress.capability))
                 else:
                     progress.note_head(response.headers)

@@ -298,3 +298,13 @@ async def test_the_client_goes_on_when_its_router_leaves(text):
         second.finish(request_id, LENGTH)
         await task
         assert "".join(texts) == ANSWER
+
+
+async def test_the_client_sends_its_request_again_where_nothing_of_the_answer_came(text):
+    async with serving_two(text) as (client, first, second, urls):
+        first.script = second.script = lambda _: text.encode_now(ANSWER, add_special_tokens=False)
+        progress = resumable_client.Progress(capability="a" * 32)
+        chunks = resumable_client.stream(client, urls, CHAT, make_chat(max_tokens=99), progress=progress)
+        texts = [chunk["choices"][0]["delta"].get("content", "") async for chunk in chunks]
+        assert "".join(texts) == ANSWER
+        assert (len(first.admitted), len(second.admitted)) == (0, 1)
