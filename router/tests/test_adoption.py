@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from dataclasses import replace
 
@@ -477,3 +478,26 @@ def test_what_a_part_of_the_engines_knows_may_not_be_all(is_lost):
     assert results[0].is_certain is not is_lost
     with pytest.raises(NoEngineError if is_lost else UnknownStreamError):
         prepare_found(results[0], 2)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_request_survives_router_after_router_killed_at_any_point(seed):
+    rng = random.Random(seed)
+    router = Harness(PD)
+    router.admit(max_tokens=12, resume_key=KEY, resume_state=STATE)
+    router.step_all()
+    [stream] = router.response_streams.values()
+    for _ in range(rng.randrange(1, 6)):
+        # Messages that are on a wire then are lost with it.
+        for _ in range(rng.randrange(20)):
+            rng.choice((router.step, router.deliver_down, router.deliver_up))(rng.choice(list(PD)))
+        router = die(router)
+        results = claim(router)
+        router.deliver()
+        stream = adopt(router, results[0])
+        if stream.is_over:
+            break
+    router.run()
+    assert stream.token_ids == expected_output(stream.prompt, 12)
+    assert stream.finish.usage.output_tokens == 12
+    router.assert_idle()
