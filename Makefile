@@ -6,7 +6,7 @@
 # make reference writes docs/reference/crd.md and cli.md after an edit of crds/ or of commands
 # make docs    builds the docs site into build/docs; a dead link is an error
 # make format  formats the code
-# make soak    kills routers 900 times under streams that resume (an hour; ARGS="--kills 40" for less)
+# make soak    kills routers 900 times under streams that resume (hours; ARGS="--kills 40" for less)
 # make e2e-k8s runs the tests on a real Kubernetes, which it builds and starts (Go, root; minutes the first time)
 # make kubernetes builds that Kubernetes, if it is not built yet (ten minutes)
 # make images-check builds the images of the Dockerfiles, and runs them there (30 GB of disk, a quarter of an hour)
