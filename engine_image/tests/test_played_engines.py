@@ -365,10 +365,29 @@ def test_drawn_work_is_done_as_recorded(name: str, tiny_model: Path, clock: Hand
     if "SLUICE_WRITE_RECORDS" in os.environ:
         record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
         record[name] = " ".join(map(shorten, steps))
-        RECORD.write_text(json.dumps({key: record[key] for key in SCENARIOS if key in record}, indent=1) + "\n")
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
     recorded = json.loads(RECORD.read_text())[name].split()
     for number, (lines, digits) in enumerate(zip(steps, recorded, strict=True)):
         assert shorten(lines) == digits, f"step {number} is the first that differs; it did:\n" + "\n".join(lines)
+
+
+@pytest.mark.parametrize("check", ["check_installed", "check_scheduler"])
+def test_a_vllm_that_we_do_not_know_is_refused(check: str, tiny_model: Path, clock: HandTime, monkeypatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise LookupError("another vLLM")
+
+    monkeypatch.setattr(import_vllm().scheduler.vllm_check, check, refuse)
+    with pytest.raises(LookupError, match="another vLLM"):
+        make_pair(SCENARIOS["taichi"], tiny_model)
+
+
+def test_what_an_engine_does_can_be_recorded(tiny_model: Path, clock: HandTime, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SLUICE_RECORD", str(tmp_path))
+    Run("moves", make_pair(SCENARIOS["moves"], tiny_model), clock).go()
+    lines = [json.loads(line) for line in (tmp_path / "left-1.jsonl").read_text().splitlines()]
+    assert {line[0] for line in lines} == {"plan", "request", "batch", "end", "hand-off"}
+    assert lines[0] == ["plan", 5000.0, "P-heavy", 256]
+    assert shorten([str(line) for line in lines]) == json.loads(RECORD.read_text())["recorded"]
 
 
 def shorten(lines: list[str]) -> str:
