@@ -21,6 +21,8 @@ from sluice.v1 import router_pb2, router_pb2_grpc, sampling_pb2
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.grpc_api import GrpcApi
 from sluice_router.api.info_endpoints import format_ignored
+from sluice_router.api.objectives import read_objectives
+from sluice_router.api.openai_requests import FieldError
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import (
     DeadlineError,
@@ -185,3 +187,14 @@ def test_ignored_fields_are_named_as_far_as_a_header_may_hold_them() -> None:
     assert len(format_ignored(["x" * 5000])["x-sluice-ignored"]) == len(
         format_ignored(["x" * 9000])["x-sluice-ignored"]
     )
+
+
+@pytest.mark.parametrize("text", ["\u00b2", "\u0663", "1_0", " 7 x", "12345678901", "0", "--5", "", "-", "1.0"])
+def test_objectives_are_numbers_that_everybody_reads_alike(text) -> None:
+    with pytest.raises(FieldError, match="x-sluice-slo-ttft-ms: must be an integer from 1 to"):
+        read_objectives({"x-sluice-slo-ttft-ms": text}, None)
+
+
+def test_objectives_may_be_as_large_as_they_are_said_to_be() -> None:
+    found = read_objectives({"x-sluice-slo-ttft-ms": "1", "x-sluice-priority": " -3 "}, None)
+    assert (found.ttft_slo_s, found.priority) == (0.001, -3)

@@ -244,6 +244,14 @@ async def tell(text: Any) -> list[str]:
             headers = {"content-encoding": encoding} if encoding else {}
             answer = await client.post(C, content=content, headers=headers)
             told += [f"body {name}", *describe(answer), *describe_admitted(plane)]
+        pieces = [b'{"model": "ti', b'ny", "pro', b'mpt": "hi"}']
+
+        async def send() -> Any:
+            for piece in pieces:
+                yield piece
+                await asyncio.sleep(0.01)
+
+        told += ["body in pieces", *describe(await client.post(C, content=send())), *describe_admitted(plane)]
         for method, path in PATHS:
             answer = await client.request(method, path)
             told += [f"{method} {path}", *describe(answer)]
