@@ -1,4 +1,4 @@
-"""Reads what ``sluice_engine.scheduling.iteration_recorder`` wrote: iterations and load of each engine.
+"""Reads what ``sluice_engine.scheduling.fidelity_recorder`` wrote: iterations and load of each engine.
 
 The modelled clock has none of the host's delays: an iteration that was scheduled while another ran begins when that one
 ends, and an idle engine idles as long as it did. On it a request comes exactly when the scheduler saw it, between two

@@ -35,7 +35,7 @@ from benchmarks.local_cluster.cluster import POLL_S, BenchmarkCluster, ClusterEr
 from benchmarks.local_cluster.figures import describe_machine
 
 from sluice_core.sim.cell import Arrival as SimulatedArrival
-from sluice_engine.scheduling.iteration_recorder import VARIABLE
+from sluice_engine.scheduling.fidelity_recorder import VARIABLE
 
 if TYPE_CHECKING:
     from benchmarks.emulated.arrivals import Lengths, LoadArrival

@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     for each in reports:
         print_report(each)
     print_table(reports)
-    is_chosen = options.function is not None or options.since is not None
+    is_chosen = any(each is not None for each in (options.module, options.function, options.since))
     is_open = not is_chosen and any(each.num_open for each in reports)
     return 0 if all(each.is_good for each in reports) and not (is_broken or is_open) else 1
 

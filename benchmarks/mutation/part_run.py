@@ -88,6 +88,7 @@ class PartRun:
             for mutant in mutants
             if mutant.identity in drawn
             and not self._is_settled(mutant)
+            and (self._options.module is None or self._options.module in mutant.path)
             and (self._options.function is None or self._options.function in mutant.function)
             and (changed is None or changed.get(mutant.path, set()) & set(range(mutant.lines[0], mutant.lines[1] + 1)))
         ]
@@ -291,6 +292,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Makes the parser of what ``mutate.py`` passes on."""
     here = Path(__file__)
     parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--module", metavar="PATH", help="only files whose path contains this")
     parser.add_argument("--function", help="only functions whose name contains this, as module.Class.method")
     parser.add_argument("--since", metavar="REV", help="only lines that differ from this revision")
     parser.add_argument("--sample", type=int, metavar="N", help="only N mutants of a part, drawn at random")

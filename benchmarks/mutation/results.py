@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # Of the mutants that are not listed as equivalent, as many must be noticed.
 LEAST_SHARE = 0.9
+# The table of parts.toml that is no part: modules that are not mutated, with the reason.
+LEFT_OUT = "left-out"
 
 
 class Outcome(StrEnum):
@@ -121,7 +123,13 @@ def read_parts(path: Path) -> dict[str, Part]:
             tuple(fields.get("deselect", ())),
         )
         for name, fields in tomllib.loads(path.read_text()).items()
+        if name != LEFT_OUT
     }
+
+
+def read_left_out(path: Path) -> dict[str, str]:
+    """Reads the product modules that belong to no part, with the reason."""
+    return dict(tomllib.loads(path.read_text()).get(LEFT_OUT, {}))
 
 
 def read_equivalent(path: Path, part: str) -> dict[tuple[str, str, str], str]:

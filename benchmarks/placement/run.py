@@ -40,7 +40,7 @@ from sluice_core.records import (
     Slo,
 )
 from sluice_core.scheduling.decode_flow import FlowPolicy
-from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.placement import LengthAwarePlacement
 from sluice_core.scheduling.prefix_index import PrefixIndex
@@ -166,11 +166,10 @@ def join(decodes: DecodeSet, request_id: str, now: float, output_tokens: int) ->
     """Add a decode that is well within its TPOT objective."""
     decodes.join(
         RequestId(request_id),
-        now=now,
         prompt_tokens=1000,
         output_tokens=output_tokens,
         output_tokens_since_reset=output_tokens,
-        since_first_token_s=output_tokens * 0.03,
+        first_token_s=now - output_tokens * 0.03,
         tpot_slo_s=0.07,
         is_moved_in=False,
     )

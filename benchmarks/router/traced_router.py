@@ -38,10 +38,10 @@ STAGES: dict[str, tuple[str, ...]] = {
     ),
     "chat template": (f"{API}.request_preparation:RequestPreparer._render",),
     "tokenizing": ("sluice_router.text.tokenizer:ModelText._encode_fast",),
-    "answer": (f"{API}.http_answers:HttpAnswers.answer",),
+    "answer": (f"{API}.http_generation:HttpGeneration.answer",),
     "admission": ("sluice_router.scheduling.router:Router.admit",),
     "protobuf, HTTP/2 out": ("sluice_router.engines.engine_connections:EngineConnections.send",),
-    "response head": (f"{API}.http_answers:HttpAnswers._open", "aiohttp.web_response:StreamResponse.prepare"),
+    "response head": (f"{API}.http_generation:HttpGeneration._open", "aiohttp.web_response:StreamResponse.prepare"),
     "protobuf, HTTP/2 in": (
         "sluice_router.engines.engine_stream:EngineStream.data_received",
         "sluice_router.engines.engine_stream:EngineStream._handle_next",
@@ -55,7 +55,7 @@ STAGES: dict[str, tuple[str, ...]] = {
         f"{API}.response_streams:WholeResponseStream.on_finished",
         f"{API}.response_streams:WholeAnswer.wait",
     ),
-    "writes to clients": (f"{API}.http_answers:HttpStream._send",),
+    "writes to clients": (f"{API}.http_generation:HttpStream._send",),
 }
 REQUESTS = "request"
 LOOP = "event loop"

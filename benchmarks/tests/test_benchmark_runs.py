@@ -37,26 +37,16 @@ def test_simulator_counts_requests_and_iterations(tmp_path: Path, cell: str) -> 
     assert 0.5 < found["attainment"] <= 1.0
 
 
-def test_tuned_strategies_are_compared_on_a_drawn_cell_and_go_on_where_they_stopped(tmp_path: Path) -> None:
-    options = ("--only", "c03", "--seeds", "1", "--scale", "0.03")
-    command = ("benchmarks/strategies/compare.py", *options)
-    first = run(tmp_path, *command, "--strategy", "aggregated")
-    both = run(tmp_path, *command, "--strategy", "aggregated", "--strategy", "sluice")
-    found = both["cells"]["c03"]["strategies"]
-    assert found["aggregated"] == first["cells"]["c03"]["strategies"]["aggregated"]
-    [own], [other] = found["sluice"]["goodput_rps"], found["aggregated"]["goodput_rps"]
-    assert min(own, other) > 0.0
-    assert both["summary"]["least"] == pytest.approx(own / other)
-
-
 def test_drawn_cells_are_those_of_the_seed_and_cover_every_value() -> None:
     program = ROOT / "benchmarks/strategies/draw_cells.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
     assert done.stdout == (ROOT / "benchmarks/strategies/drawn_cells.toml").read_text()
     cells = list(tomllib.loads(done.stdout)["cells"].values())
     assert len(cells) == 24
-    counts = [len({cell[name] for cell in cells}) for name in ("model", "gpu", "trace", "engines", "routers", "slo")]
-    assert counts == [3, 2, 8, 3, 2, 2]
+    values = [cell["title"].split(", ") for cell in cells]
+    assert [len(set(column)) for column in zip(*values, strict=True)] == [3, 2, 8, 3, 2, 2]
+    assert all(cell["replicas"] == int(title[3].split()[0]) for cell, title in zip(cells, values, strict=True))
+    assert all(bool(cell["set"]) == (title[4] == "4 routers") for cell, title in zip(cells, values, strict=True))
 
 
 def test_strategies_are_compared_on_the_same_requests(tmp_path: Path) -> None:

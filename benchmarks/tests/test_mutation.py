@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from benchmarks.mutation.mutants import MutatedModule
 from benchmarks.mutation.mutate import main
 from benchmarks.mutation.part_run import draw_sample
+from benchmarks.mutation.results import read_left_out, read_parts
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+ROOT = Path(__file__).parents[2]
+REAL_PARTS = ROOT / "benchmarks/mutation/parts.toml"
 PYPROJECT = """
 [tool.pytest.ini_options]
 pythonpath = ["."]
@@ -181,6 +182,36 @@ def test_a_sample_is_drawn_by_its_seed(toy: Path, capfd: pytest.CaptureFixture[s
     assert len(drawn) > 1
 
 
+def test_one_module_is_tested_alone(toy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (toy / "toy/hall.py").write_text("def get_size() -> int:\n    return 7\n")
+    (toy / "tests/test_hall.py").write_text(
+        "from toy.hall import get_size\n\n\ndef test_size() -> None:\n    assert get_size() == 7\n"
+    )
+    assert mutate(toy, "--module", "toy/hall") == 0
+    row = read_row(capfd.readouterr().out)
+    assert (row["noticed"], row["unnoticed"]) == ("2", "0")
+    assert int(row["open"]) == int(row["mutants"]) - 2
+
+
 def test_messages_are_no_decisions(toy: Path) -> None:
     shown = [mutant.before for mutant in MutatedModule(toy, "toy/room.py").mutants if "wait" in mutant.function]
     assert shown == ["raise ValueError(f'does not fit: {fits + 1}')", "return 'fits'", "return 'fits'"]
+
+
+@pytest.mark.parametrize("package", ["core/sluice_core", "operator/sluice_operator"])
+def test_every_module_that_decides_belongs_to_one_part_or_is_left_out_with_a_reason(package: str) -> None:
+    left_out = read_left_out(REAL_PARTS)
+    places = Counter(path for part in read_parts(REAL_PARTS).values() for path in part.list_modules(ROOT))
+    deciding = [
+        path
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if MutatedModule(ROOT, str(path.relative_to(ROOT))).mutants
+    ]
+    found = {str(path.relative_to(ROOT)): places[path] for path in deciding}
+    assert {path: count for path, count in found.items() if count != (path not in left_out)} == {}
+    assert all((ROOT / path).exists() and reason for path, reason in left_out.items())
+
+
+def test_the_tests_of_every_part_are_there() -> None:
+    paths = [path for part in read_parts(REAL_PARTS).values() for path in (*part.tests, *part.deselect)]
+    assert [path for path in paths if not (ROOT / path).exists()] == []

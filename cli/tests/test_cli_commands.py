@@ -295,7 +295,7 @@ def test_a_decision_log_shows_candidates_and_every_event() -> None:
 def find_reasons() -> set[str]:
     """Each word that the core's policies give as a reason, read from their code."""
     words: set[str] = set()
-    for path in Path(scheduling.__file__).parent.glob("*.py"):
+    for path in Path(scheduling.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             found: list[ast.AST] = []
             if isinstance(node, ast.keyword) and node.arg == "reason":

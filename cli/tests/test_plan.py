@@ -200,6 +200,13 @@ CANDIDATES = {
         prefill_heavy_tokens=2048,
         decode_heavy_tokens=0,
     ),
+    "flowprefill": SliderCandidate(
+        strategy="flowprefill",
+        num_prefill_heavy=3,
+        num_decode_heavy=1,
+        prefill_heavy_tokens=1536,
+        decode_heavy_tokens=0,
+    ),
 }
 
 

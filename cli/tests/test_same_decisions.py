@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -25,7 +26,7 @@ from sluice_core.records import EngineId, Role
 from sluice_core.slo import SloCounts
 from sluice_operator.api import names
 from sluice_operator.api.manifest import ManifestError, parse_manifest
-from sluice_operator.api.sliders import Sliders, resolve_sliders
+from sluice_operator.api.sliders import Sliders, resolve_sliders, resolve_strategy
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 from sluice_operator.autotune.tuner import Tuner, TunerInputs
 from sluice_operator.controller.preconditions import check_cluster
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
+    from sluice_operator.autotune.decision import AutotuneStatus
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 
@@ -255,6 +257,7 @@ def test_the_same_manifests_are_refused_for_the_same_reasons(spec: dict[str, Any
         pytest.param({"slo": {"ttftMilliseconds": 900, "tpotMilliseconds": 90}}, set(), id="objectives"),
         pytest.param({"strategy": "Aggregated"}, set(), id="strategy"),
         pytest.param({"engine": {"drainTimeoutSeconds": 7}}, {"engine"}, id="drain timeout"),
+        pytest.param({"engine": {"resumeTimeoutSeconds": 7}}, {"engine"}, id="resume timeout"),
         pytest.param({"router": {"drainTimeoutSeconds": 7}}, {"router"}, id="drain timeout of routers"),
         pytest.param({"autotune": {"mode": "Recommend"}}, set(), id="autotune"),
         pytest.param({"engine": {"maxBatchTokens": 4096}}, {"engine"}, id="largest batch"),
@@ -334,15 +337,47 @@ BOUNDS = {
 }
 
 
-async def find_sliders(_: SearchRequest) -> SearchResult:
+async def find_sliders(request: SearchRequest) -> SearchResult:
     return SearchResult(
-        sliders=FOUND,
+        sliders=replace(FOUND, strategy="flowprefill" if request.constraints.chooses_strategy else ""),
         goodput_rps=3.0,
         attainment=0.93,
         in_force_goodput_rps=2.0,
         in_force_attainment=0.7,
         least_gain=0.4,
     )
+
+
+async def tune_both(
+    cluster: ServingCluster, num_samples: int, tmp_path: Path, *, is_settled: bool = True
+) -> tuple[list[ServingClusterSpec], AutotuneStatus]:
+    """The operator goes by its ``Tuner``, ``sluice up`` by one in ``LocalAutotuner``; both are told the same.
+
+    Returns:
+        What they put in force, one after the other, and what both say in the end.
+    """
+    sample = control_pb2.RequestSample(gap_s=0.5, prompt_tokens=500, output_tokens=50)
+    status = control_pb2.GetStatusResponse(router_id="r", samples=[sample] * num_samples)
+    now_s = 0.0
+    directory = ClusterDirectory("test", tmp_path)
+    directory.path.mkdir(parents=True)
+    local = LocalAutotuner(directory, report=lambda _: None, wake=lambda: None, clock=lambda: now_s, ask=find_sliders)
+    tuner = Tuner(find_sliders, enqueue=lambda: None, now=lambda: now_s)
+    specs = []
+    for num_requests in (0, 50, 100, 150):
+        counts = SloCounts(
+            num_finished=num_requests, num_met_ttft=num_requests, num_met_tpot=num_requests, num_met_both=num_requests
+        )
+        inputs = TunerInputs(cluster=cluster, statuses=[status], counts=counts, is_settled=is_settled)
+        specs.append(tuner.update(inputs).spec)
+        assert local.reconcile(inputs).spec == specs[-1]
+        said = tuner.describe_status()
+        assert said is not None
+        assert (local.status.reason if local.status else "Off") == said.reason
+        for _ in range(5):
+            await asyncio.sleep(0)
+        now_s += 20.0
+    return specs, said
 
 
 @pytest.mark.parametrize(
@@ -365,27 +400,28 @@ async def find_sliders(_: SearchRequest) -> SearchResult:
 async def test_the_same_requests_put_the_same_sliders_in_force(
     autotune: dict[str, Any], num_samples: int, reason: str, tmp_path: Path, *, is_settled: bool
 ) -> None:
-    """The operator goes by its ``Tuner``, ``sluice up`` by one in ``LocalAutotuner``; both are told the same."""
     cluster = parse(autotune=autotune, engine={"emulation": {"gpu": "a100-80g", "model": "qwen2.5-14b"}})
-    sample = control_pb2.RequestSample(gap_s=0.5, prompt_tokens=500, output_tokens=50)
-    status = control_pb2.GetStatusResponse(router_id="r", samples=[sample] * num_samples)
-    now_s = 0.0
-    directory = ClusterDirectory("test", tmp_path)
-    directory.path.mkdir(parents=True)
-    local = LocalAutotuner(directory, report=lambda _: None, wake=lambda: None, clock=lambda: now_s, ask=find_sliders)
-    tuner = Tuner(find_sliders, enqueue=lambda: None, now=lambda: now_s)
-    for num_requests in (0, 50, 100, 150):
-        counts = SloCounts(
-            num_finished=num_requests, num_met_ttft=num_requests, num_met_tpot=num_requests, num_met_both=num_requests
-        )
-        inputs = TunerInputs(cluster=cluster, statuses=[status], counts=counts, is_settled=is_settled)
-        in_force = resolve_sliders(tuner.update(inputs).spec)
-        assert resolve_sliders(local.reconcile(inputs).spec) == in_force
-        said = tuner.describe_status()
-        assert (local.status.reason if local.status else "Off") == (said.reason if said else "Off")
-        for _ in range(5):
-            await asyncio.sleep(0)
-        now_s += 20.0
-    assert said is not None
+    specs, said = await tune_both(cluster, num_samples, tmp_path, is_settled=is_settled)
+    in_force = resolve_sliders(specs[-1])
     assert said.reason == reason
     assert (in_force == FOUND) == (reason == "Tuned")
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_samples", "strategies"),
+    [
+        pytest.param("Apply", 100, ["TaiChi", "FlowPrefill", "FlowPrefill", "FlowPrefill"], id="apply"),
+        pytest.param("Apply", 3, ["TaiChi"] * 4, id="too few requests"),
+        pytest.param("Recommend", 100, ["TaiChi"] * 4, id="recommend"),
+    ],
+)
+async def test_the_same_requests_choose_the_same_strategy(
+    mode: str, num_samples: int, strategies: list[str], tmp_path: Path
+) -> None:
+    cluster = parse(
+        strategy="Auto",
+        autotune={"mode": mode, "cooldownSeconds": 10},
+        engine={"emulation": {"gpu": "a100-80g", "model": "qwen2.5-14b"}},
+    )
+    specs, _ = await tune_both(cluster, num_samples, tmp_path)
+    assert [resolve_strategy(spec).title for spec in specs] == strategies

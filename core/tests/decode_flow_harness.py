@@ -7,7 +7,7 @@ from sluice_core.records import FlowParameters, RequestId, Role
 from sluice_core.scheduling.decode_flow import (
     FlowPolicy,
 )
-from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 
@@ -29,11 +29,10 @@ def join(decodes, name, *, now=0.0, output_tokens=1, length=None, tpot_s=0.0, ta
     """Join a decode whose TPOT so far is ``tpot_s``."""
     decodes.join(
         RequestId(name),
-        now=now,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         output_tokens_since_reset=output_tokens if length is None else length,
-        since_first_token_s=tpot_s * (output_tokens - 1),
+        first_token_s=now - tpot_s * (output_tokens - 1),
         tpot_slo_s=tau,
         is_moved_in=moved,
     )

@@ -10,7 +10,7 @@ from sluice_core.kv import KvBlocks, blocks_for_tokens
 from sluice_core.records import EngineLoad, Hold, IterationShape, MoveCause, Place, PrefillRequest, RequestId
 from sluice_core.scheduling.batching import EngineBatch, RequestKind
 from sluice_core.scheduling.decode_flow import FlowRequest
-from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.sim.cell import NoGrant, TtftEnd
 from sluice_core.sim.cluster import ASSIGN_INTERVAL_S
@@ -162,11 +162,10 @@ class NaiveEngine:
         self.decodes.append(request)
         self.members.join(
             request.name,
-            now=now,
             prompt_tokens=request.arrival.prompt_tokens,
             output_tokens=len(request.tokens),
             output_tokens_since_reset=len(request.tokens) - request.reset,
-            since_first_token_s=now - request.first_s,
+            first_token_s=request.first_s,
             tpot_slo_s=request.arrival.slo.tpot_s,
             is_moved_in=request.is_moved_in,
             split_tokens=request.split,

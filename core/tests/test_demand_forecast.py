@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import random
+import statistics
+
 import pytest
 
 from sluice_core.planning.demand_forecast import BIN_S, DemandForecast
@@ -52,3 +56,73 @@ def test_a_late_call_spreads_what_it_brings():
     demand = DemandForecast(lead_s=30.0).count(0.0, 0.0).count(4 * BIN_S, 240.0)
     assert demand.counts == (60.0,) * 4
     assert demand.bin_start_s == 4 * BIN_S
+
+
+class PlainForecast:
+    """The same, read literally: all arrivals are kept, and everything is computed anew from whole bins."""
+
+    def __init__(self, lead_s: float, quantile: float) -> None:
+        self.lead_s, self.quantile = lead_s, quantile
+        self.bins: list[float] = []
+        self.forecasts: list[float] = []  # made when the bin of that number was over
+        self.errors: list[float] = []
+        self.open_count, self.begun_s = 0.0, None
+
+    def count(self, now: float, num_arrived: float) -> None:
+        if self.begun_s is None:
+            self.begun_s = now
+            self.open_count = num_arrived
+            return
+        self.open_count += num_arrived
+        num_over = math.floor((now - self.begun_s) / BIN_S)
+        if num_over:
+            share = self.open_count / num_over
+            for _ in range(min(num_over, 120)):  # half an hour
+                self.close(share)
+            self.open_count = 0.0
+            self.begun_s += num_over * BIN_S
+
+    def close(self, count: float) -> None:
+        self.bins.append(count)
+        # A forecast is due when as many bins are over as an engine takes to start.
+        due = len(self.bins) - 1 - max(1, math.ceil(self.lead_s / BIN_S))
+        if due >= 0 and self.forecasts[due] > 0.0:
+            self.errors.append(self.level() / self.forecasts[due])
+        self.forecasts.append(self.forecast())
+
+    def level(self) -> float:
+        last = self.bins[-4:]  # a minute
+        return sum(last) / len(last) / BIN_S if last else 0.0
+
+    def forecast(self) -> float:
+        reach = int(min(max(600.0, self.lead_s), 1800.0) / BIN_S)
+        recent = self.bins[-120:][-reach:]
+        if len(recent) < reach // 2:
+            return self.level()
+        slope = statistics.linear_regression(range(len(recent)), recent).slope / BIN_S**2
+        return min(self.level() + max(0.0, slope) * self.lead_s, 1.5 * self.level())
+
+    def headroom(self) -> float:
+        kept = sorted(self.errors[-720:])
+        if len(kept) < 40:
+            return 1.2
+        return max(1.0, kept[min(int(self.quantile * len(kept)), len(kept) - 1)])
+
+
+@pytest.mark.parametrize("lead_s", [0.0, 20.0, 900.0, 2400.0])
+@pytest.mark.parametrize("quantile", [0.5, 0.9])
+def test_forecasts_are_as_a_plain_reading_of_all_arrivals_has_them(lead_s, quantile):
+    rng = random.Random(f"{lead_s} {quantile}")
+    demand, plain, now = DemandForecast(lead_s=lead_s, quantile=quantile), PlainForecast(lead_s, quantile), 3.0
+    rate_rps = 4.0
+    for step in range(1900):
+        now += 2500.0 if step == 1500 else rng.choice((BIN_S / 3, BIN_S / 2, BIN_S, 4 * BIN_S))
+        rate_rps = min(max(rate_rps * rng.uniform(0.9, 1.115), 0.0 if step % 500 < 20 else 0.5), 40.0)
+        arrived = 0.0 if step % 500 < 20 else float(rng.randrange(int(10 * rate_rps) + 1))
+        demand = demand.count(now, arrived)
+        plain.count(now, arrived)
+        if step % 7 == 0 or step < 50:
+            assert demand.level_rps == pytest.approx(plain.level(), abs=1e-9)
+            assert demand.forecast_rps == pytest.approx(plain.forecast(), rel=1e-9, abs=1e-9)
+            assert demand.headroom == pytest.approx(plain.headroom(), rel=1e-9)
+    assert len(plain.errors) > 720

@@ -20,7 +20,7 @@ from sluice_core.records import (
     Slo,
 )
 from sluice_core.scheduling.batching import EngineBatch
-from sluice_core.scheduling.decode_order import SPLIT_LEAD_TOKENS, SPLIT_RETRY_TOKENS, DecodeSet
+from sluice_core.scheduling.decode_set import SPLIT_LEAD_TOKENS, SPLIT_RETRY_TOKENS, DecodeSet
 from sluice_core.scheduling.splitting.profile_table import ProfileTable
 from sluice_core.sim.cell import Arrival, Cell, ConfigureEvent, FailEvent, LengthsKnown, SimOptions, TransferLink
 from sluice_core.sim.simulation import Simulation
@@ -75,11 +75,10 @@ def make_policy(latency=A100, **changes):
 
 def join(decodes, name="d", **changes):
     values = {
-        "now": NOW,
         "prompt_tokens": 1000,
         "output_tokens": 1,
         "output_tokens_since_reset": 1,
-        "since_first_token_s": 0.0,
+        "first_token_s": NOW,
         "tpot_slo_s": 0.1,
         "is_moved_in": False,
     }

@@ -25,7 +25,7 @@ from sluice_core.records import (
     Slo,
 )
 from sluice_core.scheduling.batching import EngineBatch, RequestKind
-from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.rolling.macro_instances import divide_engines
 from sluice_core.scheduling.rolling.phase_batching import PhaseBatching
@@ -141,11 +141,10 @@ def test_nothing_moves_but_what_drains():
 def join(decodes: DecodeSet, name: str, first_token_s: float, output_tokens: int, tpot_slo_s: float) -> None:
     decodes.join(
         RequestId(name),
-        now=NOW,
         prompt_tokens=100,
         output_tokens=output_tokens,
         output_tokens_since_reset=output_tokens,
-        since_first_token_s=NOW - first_token_s,
+        first_token_s=first_token_s,
         tpot_slo_s=tpot_slo_s,
         is_moved_in=False,
     )

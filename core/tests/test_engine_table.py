@@ -141,6 +141,16 @@ def test_a_limit_of_iterations_leaves_less_room_and_its_end_gives_it_back(table)
     assert table[A].room_tokens == 2048
 
 
+def test_a_limit_that_no_iteration_keeps_binds_beside_decodes_alone(table):
+    """Nothing would ever be placed on an engine that idles."""
+    table.limit_iterations(1e-6)
+    assert (table[A].room_tokens, set(table.blocked)) == (2048, set())
+    table.report(A, load(running_decodes=3, decode_context_tokens=900), 1.0)
+    assert (table[A].room_tokens, set(table.blocked)) == (0, {A})
+    table.report(A, load(), 2.0)
+    assert (table[A].room_tokens, set(table.blocked)) == (2048, set())
+
+
 def test_equal_chunk_sizes_are_uniform_whatever_the_roles(table):
     assert not table.has_uniform_chunk_size
     assert table[A].view.transfer_per_token_s > 0

@@ -2,18 +2,19 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_simulation import A100_14B, make_arrivals, make_engines, run
 
-from sluice_core.records import FlowParameters, PrefillOrder, RequestId, Slo
+from sluice_core.records import FlowParameters, PrefillOrder, RequestId, Role, Slo
 from sluice_core.scheduling.batching import EngineBatch
 from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
 from sluice_core.scheduling.prefill_order.event_driven_selection import EventDrivenSelector
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor, QueuedPrefill, SlackOrder
-from sluice_core.sim.cell import Arrival, Cell, SimOptions
+from sluice_core.sim.cell import Arrival, Cell, ConfigureEvent, SimOptions
 from sluice_core.sim.requests import RequestState
 from sluice_core.strategies import get_strategy
 
@@ -292,6 +293,22 @@ def test_everybody_is_served_with_too_few_blocks(schedules_ahead, shape, order):
         assert all(request.state is RequestState.FINISHED for request in fitting)
         peak_blocks = max(peak_blocks, *(engine.counters.peak_blocks for engine in simulation.engines))
     assert peak_blocks == 24
+
+
+@pytest.mark.parametrize("schedules_ahead", [False, True], ids=["in step", "ahead"])
+def test_an_engine_that_drains_gives_back_what_has_not_started(schedules_ahead):
+    arrivals = [Arrival(at_s=0.01 * number, prompt_tokens=300, output_tokens=4, slo=SLOS[1]) for number in range(20)]
+    cell = Cell(
+        engines=make_engines(((2, 64),), blocks=400),
+        strategy=FLOWPREFILL,
+        options=SimOptions(schedules_ahead=schedules_ahead),
+    )
+    first = cell.engines[0].engine_id
+    drain = ConfigureEvent(at_s=0.4, engine_id=first, role=Role.PREFILL_HEAVY, chunk_size_tokens=64, is_draining=True)
+    simulation = run(replace(cell, events=(drain,)), arrivals)
+    assert all(request.state is RequestState.FINISHED for request in simulation.requests)
+    # 64 tokens take 24.5 ms: the fourth prompt has started by then.
+    assert [engine.counters.num_prefill_tokens // 300 for engine in simulation.engines] == [4, 16]
 
 
 def test_a_batch_of_short_prompts_is_one_iteration():

@@ -9,8 +9,8 @@ from sluice_core.records import (
     EarlyRejection,
     EngineId,
 )
-from sluice_core.scheduling.assign_pass import CACHED_TOKEN_WEIGHT
 from sluice_core.scheduling.placement_records import explain
+from sluice_core.scheduling.prefix_placement import CACHED_TOKEN_WEIGHT
 
 
 @settings(max_examples=60, deadline=None)

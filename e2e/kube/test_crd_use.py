@@ -171,7 +171,7 @@ def test_kubectl_prints_the_refusals(client: Client, namespace: str) -> None:
         ("slc", "One model served by P-heavy and D-heavy engines under latency objectives."),
         ("slc.spec.prefillHeavy", "P-heavy engines (slider R_PD), as a count or a share of replicas"),
         ("slc.spec.slo.ttftMilliseconds", "Objective for the time to first token, in milliseconds."),
-        ("slc.spec.strategy", "ENUM: TaiChi Aggregated Disaggregated DynaServe FlowPrefill EcoServe Sluice"),
+        ("slc.spec.strategy", "ENUM: TaiChi Aggregated Disaggregated DynaServe FlowPrefill EcoServe Sluice Auto"),
         ("slc.spec.network.rdma", "-required-"),
         ("slc.spec.engine.podTemplate", "Merged over the pod template that the operator renders"),
         ("slc.status.conditions.reason", "Degraded: AsExpected, SpecInvalid, ImagePullBackOff"),

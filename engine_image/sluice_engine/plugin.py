@@ -13,7 +13,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from sluice_engine import core_messages
 from sluice_engine.kv_transfer import nixl_progress, resume
-from sluice_engine.kv_transfer.kv_connector import LEASE_S
+from sluice_engine.kv_transfer.kv_lease import KV_LEASE_S
 from sluice_engine.scheduling import late_scheduling
 
 # Class paths for vLLM's settings.
@@ -40,7 +40,7 @@ def make_transfer_config(
         engine_id: NIXL's name of the engine; another one after every start.
         device: ``cpu`` or ``cuda``: where KV lies.
         progress_delay_us: Pause of NIXL's progress thread, in microseconds; 0 with RDMA.
-        lease_s: Longest time that handed-off blocks wait for a reader, in seconds; ``LEASE_S`` when absent.
+        lease_s: Longest time that handed-off blocks wait for a reader, in seconds; ``KV_LEASE_S`` when absent.
         backend: NIXL's.
     """
     return {
@@ -51,7 +51,7 @@ def make_transfer_config(
         "engine_id": engine_id,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
-            "kv_lease_duration": lease_s or LEASE_S,
+            "kv_lease_duration": lease_s or KV_LEASE_S,
             "backends": [backend],
             nixl_progress.DELAY_KEY: progress_delay_us,
         },

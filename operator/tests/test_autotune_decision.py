@@ -208,6 +208,12 @@ def test_edited_stored_sliders_are_ignored(text: str) -> None:
     assert StoredSliders.from_json(text) is None
 
 
+@pytest.mark.parametrize(("strategy", "is_known"), [("sluice", True), ("", True), ("fastest", False)])
+def test_stored_sliders_of_an_unknown_strategy_are_ignored(strategy: str, *, is_known: bool) -> None:
+    stored = StoredSliders(basis="b", replicas=4, sliders=replace(FOR_LONG, strategy=strategy))
+    assert (StoredSliders.from_json(stored.to_json()) == stored) == is_known
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     periods=st.lists(st.floats(min_value=5.0, max_value=40 * COOLDOWN_S), min_size=1, max_size=8),

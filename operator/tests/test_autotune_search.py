@@ -9,13 +9,17 @@ from dataclasses import replace
 
 import psutil
 import pytest
+from fake_kubernetes import make_cluster
 from tuner_harness import APPLY, make_answer, make_question, make_samples, make_spec
 
 from sluice.v1 import control_pb2
+from sluice_core.planning.candidates import SliderCandidate
 from sluice_core.planning.search import SearchEffort
 from sluice_core.scheduling.engine_table import PROVEN_OBSERVATIONS
 from sluice_core.slo import ROUTER_WAIT_LIMIT_S
-from sluice_operator.api.sliders import Sliders
+from sluice_core.strategies import STRATEGIES
+from sluice_operator.api.manifest import check_manifest
+from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune import search_process
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts, MeasuredEngineFacts, find_engine_facts
 from sluice_operator.autotune.search import (
@@ -24,10 +28,13 @@ from sluice_operator.autotune.search import (
     make_effort,
     make_engine,
     make_problem,
+    make_sliders,
+    make_space,
     search,
 )
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 from sluice_operator.autotune.search_process import SearchError, SearchRunner
+from sluice_operator.autotune.tuner import apply_sliders
 from sluice_operator.autotune.workload import WorkloadSample, has_shifted, read_workload
 from sluice_router.settings import Limits
 
@@ -231,6 +238,63 @@ def test_a_slider_without_bounds_is_left_alone_by_apply_and_free_for_recommend()
     assert (applied.prefill_tokens, applied.decode_tokens) == ((8192, 8192), (512, 512))
     recommended = make_question(autotune={"mode": "Recommend", "bounds": one}).constraints
     assert (recommended.prefill_tokens, recommended.decode_tokens) == ((64, 8192), (0, 8192))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "counts", "chunks", "sliders"),
+    [
+        ("taichi", (1, 2), (1024, 128), (1, 1024, 128)),
+        ("flowprefill", (2, 1), (2048, 0), (2, 2048, 0)),
+        ("disaggregated", (1, 2), (8192, 0), (1, 8192, 0)),
+        ("aggregated", (3, 0), (512, 0), (2, 512, 512)),
+        ("dynaserve", (3, 0), (8192, 0), (2, 8192, 8192)),
+        ("ecoserve", (3, 0), (8192, 0), (2, 8192, 8192)),
+        ("sluice", (3, 0), (8192, 0), (2, 8192, 8192)),
+    ],
+)
+def test_a_chosen_strategy_is_in_force_as_it_was_simulated(
+    strategy: str, counts: tuple[int, int], chunks: tuple[int, int], sliders: tuple[int, int, int]
+) -> None:
+    request = make_question(strategy="Auto", replicas=3, autotune={"mode": "Apply"})
+    candidate = SliderCandidate(
+        strategy=strategy,
+        num_prefill_heavy=counts[0],
+        num_decode_heavy=counts[1],
+        prefill_heavy_tokens=chunks[0],
+        decode_heavy_tokens=chunks[1],
+    )
+    assert make_space(request).contains(candidate)
+    found = make_sliders(request, candidate)
+    assert (found.num_prefill_heavy, found.prefill_heavy_tokens, found.decode_heavy_tokens) == sliders
+    in_force = apply_sliders(
+        check_manifest(make_cluster(strategy="Auto", replicas=3, engine={"maxBatchTokens": 8192})), found
+    ).spec
+    assert (in_force.strategy.lower(), resolve_sliders(in_force)) == (strategy, replace(found, strategy=""))
+    assert make_candidate(replace(request, in_force=found)) == candidate
+
+
+def test_auto_is_the_default_strategy_with_every_slider_free_but_for_bounds() -> None:
+    bounds = {"chunkSizes": {"prefillHeavy": {"min": 512, "max": 1024}}}
+    free, bound = (
+        make_question(strategy="Auto", autotune={**APPLY, "bounds": each}).constraints for each in ({}, bounds)
+    )
+    assert (free.prefill_heavy, free.prefill_tokens, free.decode_tokens) == (("0%", "100%"), (64, 8192), (0, 8192))
+    assert (bound.prefill_tokens, bound.decode_tokens) == ((512, 1024), (0, 8192))
+    assert not free.is_fixed
+    one = {"prefillHeavy": {"min": 1, "max": 1}}
+    chunks = {"chunkSizes": {each: {"min": 512, "max": 512} for each in ("prefillHeavy", "decodeHeavy")}}
+    assert not make_question(strategy="Auto", autotune={**APPLY, "bounds": one | chunks}).constraints.is_fixed
+    assert make_question(autotune={**APPLY, "bounds": one | chunks}).constraints.is_fixed
+    assert make_candidate(make_question(strategy="Auto")).strategy == "taichi"
+    assert make_space(make_question(strategy="Auto")).strategies == tuple(STRATEGIES)
+
+
+def test_a_search_for_auto_compares_all_strategies_and_names_the_best() -> None:
+    request = make_question(strategy="Auto", autotune={"mode": "Recommend"})
+    answer = search(request, SearchEffort(seeds=(1,), duration_s=4.0, num_compared=1))
+    assert answer.sliders.strategy in STRATEGIES
+    assert answer.gain >= 0.0
+    assert SearchResult.from_json(answer.to_json()) == answer
 
 
 async def test_a_search_runs_in_a_process_of_its_own() -> None:

@@ -20,6 +20,7 @@ from sluice_operator.api import names, validation
 from sluice_operator.api.condition_types import REASONS, ConditionType
 from sluice_operator.api.manifest import ManifestError, check_manifest
 from sluice_operator.api.serving_cluster import ServingCluster
+from sluice_operator.api.sliders import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +32,7 @@ TABLE = read_table()
 
 def test_strategies_and_their_parameters_are_those_of_the_cores_rows():
     spec = read_schema()["properties"]["spec"]["properties"]
-    assert spec["strategy"]["enum"] == [strategy.title for strategy in STRATEGIES.values()]
+    assert spec["strategy"]["enum"] == [*(strategy.title for strategy in STRATEGIES.values()), AUTO]
     assert spec["strategy"]["default"] == DEFAULT_STRATEGY.title
     rows = {to_camel(row.name): row for strategy in STRATEGIES.values() for row in strategy.parameters}
     assert set(spec["parameters"]["properties"]) == set(rows)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from sluice_core.planning.capacity_curve import CapacityCurve
-from sluice_operator.autoscaling.decision import ScalerObservation, ScalerState, decide
+from sluice_operator.autoscaling.decision import ScalerObservation, ScalerState, decide, restart
 
 CURVE = CapacityCurve(((1, 2.0),))
 OBSERVATION = ScalerObservation(
@@ -88,9 +90,10 @@ def test_bounds_hold_while_nothing_is_known_of_the_engines():
 def test_an_idle_cluster_goes_to_zero_after_the_window_and_no_sooner():
     scaler = Watched(min_replicas=0)
     scaler.watch(1.2, 600.0)
-    sizes = scaler.watch(0.0, 3000.0)
-    assert set(sizes[: round(300.0 / STEP_S)]) == {1}
+    sizes = scaler.watch(0.0, 300.0)
+    assert set(sizes[:-1]) == {1}
     assert sizes[-1] == 0
+    assert set(scaler.watch(0.0, 3000.0)) == {0}
 
 
 def test_a_request_that_still_runs_keeps_an_engine():
@@ -130,3 +133,110 @@ def test_a_router_that_is_gone_takes_no_requests_back():
 def test_the_quantile_of_the_headroom_is_kept_from_the_beginning():
     state = ScalerState(demand=replace(ScalerState().demand, quantile=0.5))
     assert decide(decide(state, OBSERVATION), OBSERVATION).demand.quantile == 0.5
+
+
+# --- a plain reading -----------------------------------------------------------------------------------------------
+
+
+class PlainScaler:
+    """The same rules, with every recommendation kept and every window searched anew."""
+
+    def __init__(self) -> None:
+        self.began_s: float | None = None
+        self.active_s = self.num_arrived = 0.0
+        self.wanted: list[tuple[float, int]] = []
+
+    def decide(self, state: ScalerState, seen: ScalerObservation) -> int:
+        """Decides by the demand that the scaler has counted."""
+        if self.began_s is None:
+            self.began_s = self.active_s = seen.now
+            self.num_arrived = seen.num_arrived
+        if seen.num_arrived > self.num_arrived or seen.num_inside:
+            self.active_s = seen.now
+        self.num_arrived = seen.num_arrived
+        bounded = partial(clamp, seen=seen)
+        is_idle = not seen.num_inside and (seen.replicas == 0 or seen.now - self.active_s >= seen.down_window_s)
+        wanted = seen.min_replicas if is_idle else self.want(state, seen, bounded)
+        self.wanted.append((seen.now, wanted))
+        if seen.replicas == 0:
+            return wanted
+        is_up = wanted > seen.replicas
+        if not is_up and seen.is_trial:
+            return bounded(seen.replicas)
+        if not is_up and is_idle:
+            return wanted
+        window_s = seen.up_window_s if is_up else seen.down_window_s
+        if seen.now - self.began_s < window_s:
+            return bounded(seen.replicas)
+        recent = [number for at_s, number in self.wanted if at_s > seen.now - window_s] + [wanted]
+        return bounded(max(min(recent), seen.replicas) if is_up else min(max(recent), seen.replicas))
+
+    def want(self, state: ScalerState, seen: ScalerObservation, bounded) -> int:
+        if seen.capacity is None:
+            return bounded(max(seen.replicas, 1))
+        rate_rps = state.demand.forecast_rps * state.demand.headroom + seen.num_waiting / 30.0
+        sizes = range(1, max(seen.max_replicas, 1))
+        enough = [number for number in sizes if seen.capacity.estimate_goodput_rps(number) >= rate_rps]
+        return bounded(1 if rate_rps <= 0.0 else enough[0] if enough else seen.max_replicas)
+
+
+def clamp(number: int, *, seen: ScalerObservation) -> int:
+    """Within the bounds, and none or as many as can serve."""
+    within = min(max(number, seen.min_replicas), seen.max_replicas)
+    return max(within, seen.least_serving) if within else 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_scaler_decides_as_a_plain_reading_has_it(seed: int) -> None:
+    rng = random.Random(seed)
+    seen = replace(
+        OBSERVATION,
+        now=1000.0,
+        replicas=rng.choice((0, 1, 4, 8)),
+        min_replicas=rng.choice((0, 1, 3)),
+        max_replicas=rng.choice((3, 8, 20)),
+        up_window_s=rng.choice((0.0, 40.0, 180.0)),
+        down_window_s=rng.choice((0.0, 100.0, 300.0)),
+        start_s=rng.choice((20.0, 300.0)),
+        least_serving=rng.choice((1, 1, 2)),
+        capacity=rng.choice((None, CURVE, CapacityCurve(((1, 1.0), (4, 6.0))))),
+    )
+    state, plain, rate_rps = ScalerState(), PlainScaler(), rng.choice((0.0, 4.0))
+    for _ in range(400):
+        if rng.random() < 0.03:
+            rate_rps = rng.choice((0.0, 0.0, 1.0, 6.0, 14.0))
+        step_s = rng.choice((0.5, 1.0, 4.0, 5.0, 6.0, 20.0))
+        arrived = round(rate_rps * step_s * rng.uniform(0.5, 1.5))
+        waiting = rng.choice((0, 0, 0, 10, 60)) if rate_rps else 0
+        seen = replace(
+            seen,
+            now=seen.now + step_s,
+            num_arrived=seen.num_arrived + arrived if rng.random() > 0.01 else 0.0,
+            num_waiting=waiting,
+            num_inside=waiting + rng.randrange(3) if rate_rps else 0,
+            is_trial=rng.random() < 0.1,
+        )
+        state = decide(state, seen)
+        assert state.replicas == plain.decide(state, seen)
+        assert state.num_arrived == seen.num_arrived
+        if rng.random() < 0.9:
+            seen = replace(seen, replicas=state.replicas)
+    # What is remembered does not grow with the calls.
+    assert len(state.recommendations) <= 2 * max(seen.up_window_s, seen.down_window_s) / 5.0 + 40
+
+
+def test_arrivals_count_from_the_first_look_on_and_reach_as_far_as_a_start() -> None:
+    first = decide(ScalerState(), replace(OBSERVATION, now=50.0, num_arrived=500.0))
+    assert (first.num_arrived, first.began_s, first.demand.bin_count) == (500.0, 50.0, 0.0)
+    assert first.demand.lead_s == OBSERVATION.start_s
+    second = decide(first, replace(OBSERVATION, now=53.0, num_arrived=507.0, start_s=90.0))
+    assert (second.num_arrived, second.began_s, second.demand.bin_count) == (507.0, 50.0, 7.0)
+    assert second.demand.lead_s == 90.0
+
+
+def test_another_number_of_engines_begins_its_windows_anew_and_keeps_the_demand() -> None:
+    scaler = Watched()
+    scaler.watch(6.0, 600.0)
+    state = restart(scaler.state, 777.0)
+    assert (state.began_s, state.active_s, state.recommendations, state.replicas) == (777.0, 777.0, (), None)
+    assert (state.demand, state.num_arrived) == (scaler.state.demand, scaler.state.num_arrived)

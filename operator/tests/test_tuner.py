@@ -9,7 +9,7 @@ import pytest
 from cluster_harness import KEY, World
 from fake_kubernetes import READS
 from test_operator_faults import Crash, CrashOnce
-from tuner_harness import APPLY, FOUND, make_answer, make_samples
+from tuner_harness import APPLY, FOUND, FOUND_FLOWPREFILL, make_answer, make_samples
 
 from sluice.v1 import control_pb2
 from sluice_operator.api.names import TUNED_ANNOTATION
@@ -131,6 +131,62 @@ async def test_sliders_return_when_measured_attainment_falls() -> None:
     assert tuned.chunks == [64, 64, 512, 512]
     assert tuned.condition == ("False", "Returned")
     assert [event["reason"] for event in tuned.world.kubernetes.events].count("Returned") == 1
+
+
+async def test_auto_is_the_default_until_a_search_has_chosen_and_returns_when_attainment_falls() -> None:
+    """A choice of strategy is one change as any: measured first, on trial, taken back."""
+    tuned = Tuned(strategy="Auto", autotune={"mode": "Apply", "cooldownSeconds": 10})
+    tuned.answer = make_answer(FOUND_FLOWPREFILL)
+    tuned.world.routers.samples = []
+    await tuned.world.settle()
+    assert (tuned.world.plan.strategy, tuned.world.status["effective"]["strategy"]) == ("taichi", "TaiChi")
+    assert tuned.condition == ("False", "NoSample")
+    assert tuned.world.message("Autotuned").endswith("; strategy Auto is TaiChi, the default")
+    before, template, uids = tuned.chunks, tuned.world.deployment()["spec"], tuned.world.engine_uids
+
+    tuned.world.routers.samples = make_samples(2000)
+    await tuned.run(12)
+    assert tuned.condition == ("True", "OnTrial")
+    assert (tuned.world.plan.strategy, tuned.chunks) == ("flowprefill", [0, 1536, 1536, 1536])
+    assert tuned.world.status["effective"]["strategy"] == "FlowPrefill"
+    assert tuned.world.status["recommended"]["strategy"] == "FlowPrefill"
+    assert tuned.world.message("Autotuned").endswith("; strategy Auto is FlowPrefill, as a search chose")
+    assert (tuned.world.deployment()["spec"], tuned.world.engine_uids) == (template, uids)
+    assert tuned.world.kubernetes.find(CLUSTERS, "tiny")["spec"]["strategy"] == "Auto"
+
+    tuned.world.start_operator()
+    await tuned.run(3)
+    assert tuned.world.plan.strategy == "flowprefill"
+    await tuned.run(20, share=0.2)
+    assert (tuned.world.plan.strategy, tuned.chunks) == ("taichi", before)
+    assert tuned.condition == ("False", "Returned")
+    assert tuned.world.message("Autotuned").endswith("; strategy Auto is TaiChi, the default")
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason", "strategies"),
+    [("Recommend", "Recommended", ("taichi", "FlowPrefill")), ("Disabled", "Off", ("taichi", None))],
+)
+async def test_auto_changes_nothing_outside_apply(mode: str, reason: str, strategies: tuple[str, str | None]) -> None:
+    tuned = Tuned(strategy="Auto", autotune={"mode": mode})
+    tuned.answer = make_answer(FOUND_FLOWPREFILL)
+    await tuned.run(30)
+    recommended = tuned.world.status.get("recommended", {}).get("strategy")
+    assert (tuned.world.plan.strategy, recommended) == strategies
+    assert tuned.condition == ("False", reason)
+    assert tuned.world.message("Autotuned").endswith("; strategy Auto is TaiChi, the default")
+
+
+async def test_a_users_strategy_wins_over_the_tuners() -> None:
+    tuned = Tuned(strategy="Auto", autotune={"mode": "Apply", "cooldownSeconds": 10})
+    tuned.answer = make_answer(FOUND_FLOWPREFILL)
+    await tuned.world.settle()
+    await tuned.run(20)
+    assert tuned.world.plan.strategy == "flowprefill"
+    tuned.world.edit(strategy="Aggregated")
+    await tuned.run(2)
+    assert tuned.world.plan.strategy == "aggregated"
+    assert "strategy Auto" not in tuned.world.message("Autotuned")
 
 
 async def test_a_users_slider_wins_over_the_tuners() -> None:

@@ -21,6 +21,11 @@ APPLY = {"mode": "Apply", "bounds": BOUNDS, "cooldownSeconds": 10}
 FOUND = Sliders(num_prefill_heavy=3, prefill_heavy_tokens=1024, decode_heavy_tokens=128)
 
 
+FOUND_FLOWPREFILL = Sliders(
+    num_prefill_heavy=3, prefill_heavy_tokens=1536, decode_heavy_tokens=0, strategy="flowprefill"
+)
+
+
 def make_answer(sliders: Sliders = FOUND, attainment: float = 0.934) -> SearchResult:
     return SearchResult(
         sliders=sliders,

@@ -31,7 +31,7 @@ from sluice_router.api.http_api import HttpApi
 from sluice_router.api.info_endpoints import METRICS_PATH, PROBE_PATHS, InfoEndpoints
 from sluice_router.engines import discovery
 from sluice_router.engines.engine_connections import EngineConnections
-from sluice_router.errors import PlanRefusedError, ShuttingDownError
+from sluice_router.errors import MIN_RETRY_S, PlanRefusedError, ShuttingDownError
 from sluice_router.observability.request_traces import make_request_traces
 from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
@@ -253,7 +253,7 @@ class RouterServer:
         deadline_s = self.router.now() + self._settings.grace_s
         while self.router.state.requests.live and self.router.now() < deadline_s:  # noqa: ASYNC110 - once, at the end
             await asyncio.sleep(TICK_S)
-        self.router.fail_all(lambda: ShuttingDownError("this router is about to leave", retry_after_s=1.0))
+        self.router.fail_all(lambda: ShuttingDownError("this router is about to leave", retry_after_s=MIN_RETRY_S))
 
     async def _close(self) -> None:
         await self._http.close(CLOSE_GRACE_S)

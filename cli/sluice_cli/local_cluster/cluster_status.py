@@ -115,6 +115,7 @@ class AutotuneSummary:
     Args:
         reason: Reason of the condition Autotuned, as on Kubernetes.
         message: The same for people.
+        strategy: The strategy that it recommends, where the manifest leaves that to it; empty: nothing.
         prefill_heavy: P-heavy engines that it recommends; None: it recommends nothing yet.
         prefill_heavy_tokens: Their chunk size.
         decode_heavy_tokens: Chunk size of the others.
@@ -123,6 +124,7 @@ class AutotuneSummary:
 
     reason: str
     message: str
+    strategy: str = ""
     prefill_heavy: int | None = None
     prefill_heavy_tokens: int | None = None
     decode_heavy_tokens: int | None = None

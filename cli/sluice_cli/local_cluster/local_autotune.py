@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from sluice_cli.local_cluster.cluster_status import AutotuneSummary
-from sluice_operator.api.sliders import Sliders, resolve_sliders
+from sluice_core.strategies import get_strategy
+from sluice_operator.api.sliders import Sliders, resolve_sliders, resolve_strategy
 from sluice_operator.autotune.search_process import SearchRunner
 from sluice_operator.autotune.tuner import Tuner
 from sluice_operator.routers.attainment import AttainmentWindow
@@ -66,6 +67,8 @@ class LocalAutotuner:
         """Decides; returns the manifest with the sliders that are to be in force."""
         effective = self._tuner.update(circumstances)
         asked_for, in_force = resolve_sliders(circumstances.cluster.spec), resolve_sliders(effective.spec)
+        if asked_for.strategy:
+            in_force = replace(in_force, strategy=resolve_strategy(effective.spec).name)
         # What the user changed is reported with the edit.
         if self._in_force is not None and asked_for == self._in_force[0] and in_force != self._in_force[1]:
             self._report(f"autotune: {format_sliders(self._in_force[1])} -> {format_sliders(in_force)} (live)")
@@ -103,15 +106,16 @@ class LocalAutotuner:
 
 def format_sliders(sliders: Sliders) -> str:
     """Writes sliders for people."""
-    return (
-        f"prefillHeavy {sliders.num_prefill_heavy}, chunks {sliders.prefill_heavy_tokens}/{sliders.decode_heavy_tokens}"
-    )
+    strategy = f"{get_strategy(sliders.strategy).title}, " if sliders.strategy else ""
+    chunks = f"chunks {sliders.prefill_heavy_tokens}/{sliders.decode_heavy_tokens}"
+    return f"{strategy}prefillHeavy {sliders.num_prefill_heavy}, {chunks}"
 
 
 def _describe_answer(answer: SearchResult | None) -> dict[str, Any]:
     if answer is None:
         return {}
     return {
+        "strategy": answer.sliders.strategy and get_strategy(answer.sliders.strategy).title,
         "prefill_heavy": answer.sliders.num_prefill_heavy,
         "prefill_heavy_tokens": answer.sliders.prefill_heavy_tokens,
         "decode_heavy_tokens": answer.sliders.decode_heavy_tokens,

@@ -69,8 +69,9 @@ def _describe_tuning(tuning: AutotuneSummary) -> str:
     line = f"autotune: {tuning.reason}: {tuning.message}"
     if tuning.prefill_heavy is None:
         return line
+    strategy = f"{tuning.strategy}, " if tuning.strategy else ""
     return (
-        f"{line}\nrecommended: prefillHeavy {tuning.prefill_heavy}, chunks"
+        f"{line}\nrecommended: {strategy}prefillHeavy {tuning.prefill_heavy}, chunks"
         f" {tuning.prefill_heavy_tokens}/{tuning.decode_heavy_tokens}, predicted attainment"
         f" {100 * (tuning.predicted_attainment or 0.0):.0f} %"
     )

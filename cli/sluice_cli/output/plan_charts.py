@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 MET_COLOUR, MISSED_COLOUR = COLOURS[0], COLOURS[1]
 _LIMIT_STYLE: Any = {"color": "0.35", "linestyle": "--", "linewidth": 1.0}
-_STYLE: Any = {
+STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
     "svg.hashsalt": "sluice",  # the same names inside the file each time
     "font.family": "sans-serif",
@@ -48,7 +48,7 @@ def draw_attainment(curves: Mapping[str, Sequence[tuple[float, float]]], target_
         curves: For each plan (requests per second, attainment in percent).
         target_percent: Attainment that is asked for.
     """
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         # Names of plans are long: the legend stands below the chart, and needs a line for each.
         figure, axes = _make_figure("requests per second", "attainment, %", extra_inches=0.2 * len(curves))
         for (name, points), colour in zip(curves.items(), COLOURS, strict=False):
@@ -57,7 +57,7 @@ def draw_attainment(curves: Mapping[str, Sequence[tuple[float, float]]], target_
         axes.axhline(target_percent, **_LIMIT_STYLE, label=f"target, {target_percent:g} %")
         axes.set_ylim(0, 102)
         figure.legend(loc="outside lower left", fontsize=10, markerscale=1.5)
-        return _to_svg(figure)
+        return to_svg(figure)
 
 
 def draw_latencies(latencies: Sequence[tuple[float, float]], ttft_s: float, tpot_ms: float) -> str:
@@ -68,7 +68,7 @@ def draw_latencies(latencies: Sequence[tuple[float, float]], ttft_s: float, tpot
         ttft_s: TTFT objective.
         tpot_ms: TPOT objective.
     """
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure, axes = _make_figure("TTFT, s", "TPOT, ms")
         axes.add_patch(Rectangle((0, 0), ttft_s, tpot_ms, color="#e8f3ea", zorder=0))
         axes.axvline(ttft_s, **_LIMIT_STYLE)
@@ -84,7 +84,7 @@ def draw_latencies(latencies: Sequence[tuple[float, float]], ttft_s: float, tpot
         axes.set_xlim(0, 2 * ttft_s)
         axes.set_ylim(0, 2 * tpot_ms)
         figure.legend(loc="outside lower left", ncols=2, fontsize=10, markerscale=1.5)
-        return _to_svg(figure)
+        return to_svg(figure)
 
 
 def draw_goodput_by_chunk_sizes(goodputs_rps: Mapping[tuple[int, int], float], chosen: tuple[int, int]) -> str:
@@ -98,7 +98,7 @@ def draw_goodput_by_chunk_sizes(goodputs_rps: Mapping[tuple[int, int], float], c
     cells = [[goodputs_rps.get((x, y), math.nan) for x in columns] for y in rows]
     best = max(goodputs_rps.values()) or 1.0
     scale = Normalize(_WORST_SHARE * best, _DARKEST_SHARE * best, clip=True)
-    with mpl.rc_context({**_STYLE, "axes.grid": False}):
+    with mpl.rc_context({**STYLE, "axes.grid": False}):
         figure, axes = _make_figure("chunk size of P-heavy engines, tokens", "chunk size of D-heavy engines, tokens")
         axes.pcolormesh(cells, cmap="Blues", norm=scale, edgecolors="white", linewidth=1)
         axes.set_xticks([index + 0.5 for index in range(len(columns))], [str(value) for value in columns])
@@ -112,7 +112,7 @@ def draw_goodput_by_chunk_sizes(goodputs_rps: Mapping[tuple[int, int], float], c
             corner = (columns.index(chosen[0]), rows.index(chosen[1]))
             frame = Rectangle(corner, 1, 1, fill=False, edgecolor=COLOURS[1], linewidth=2.5, clip_on=False, zorder=5)
             axes.add_patch(frame)
-        return _to_svg(figure)
+        return to_svg(figure)
 
 
 def _make_figure(x_label: str, y_label: str, extra_inches: float = 0.0) -> tuple[Figure, Axes]:
@@ -123,7 +123,7 @@ def _make_figure(x_label: str, y_label: str, extra_inches: float = 0.0) -> tuple
     return figure, axes
 
 
-def _to_svg(figure: Figure) -> str:
+def to_svg(figure: Figure) -> str:
     """Writes the ``svg`` element without the XML declaration, which HTML does not take."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from sluice_cli.simulation.cluster_spec import EngineGroup, format_engines
 from sluice_core.sim.metrics import make_report
-from sluice_operator.api.spec import StrategyName
+from sluice_core.strategies import get_strategy
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from sluice_core.planning.planner import Alternative, PlanResult
     from sluice_core.planning.prediction import Interval
 
-# Names of strategies in the manifest, by those of the core.
-_STRATEGY_NAMES = {name.lower(): name for name in get_args(StrategyName)}
 RESOURCES = {
     "prefill": "prefill capacity",
     "decode": "decode capacity",
@@ -55,16 +53,16 @@ def make_patch(candidate: SliderCandidate, inputs: PlanInputs) -> dict[str, Any]
 
     What a strategy does not use stays as the manifest has it.
     """
-    spec: dict[str, Any] = {"strategy": _STRATEGY_NAMES[candidate.strategy], "replicas": candidate.replicas}
-    if candidate.strategy == "aggregated":
+    strategy = get_strategy(candidate.strategy)
+    spec: dict[str, Any] = {"strategy": strategy.title, "replicas": candidate.replicas}
+    sliders = strategy.sliders
+    if sliders.varies_prefill_tokens:
         spec["chunkSizes"] = {"prefillHeavy": candidate.prefill_heavy_tokens}
-    elif candidate.num_decode_heavy:
+    if sliders.varies_decode_tokens:
+        spec["chunkSizes"]["decodeHeavy"] = candidate.decode_heavy_tokens
+    if candidate.num_decode_heavy:
         spec["prefillHeavy"] = candidate.num_prefill_heavy
     if candidate.strategy == "taichi":
-        spec["chunkSizes"] = {
-            "prefillHeavy": candidate.prefill_heavy_tokens,
-            "decodeHeavy": candidate.decode_heavy_tokens,
-        }
         spec["parameters"] = {
             "watermarkPercent": round(candidate.watermark * 100),
             "approachingFactorPercent": round(candidate.approaching_factor * 100),
@@ -103,11 +101,11 @@ def make_plan_report(inputs: PlanInputs, result: PlanResult) -> dict[str, Any]:
         "is_met": result.is_met,
         "predicted": {
             "goodput_rps": result.goodput_rps.mean,
-            "goodput_interval": _list_ends(result.goodput_rps),
+            "goodput_interval": list_ends(result.goodput_rps),
             "goodput_per_seed": list(result.found.best.goodputs_rps),
             "rate_rps": result.prediction.rate_rps,
             "attainment": result.prediction.attainment.mean,
-            "attainment_interval": _list_ends(result.prediction.attainment),
+            "attainment_interval": list_ends(result.prediction.attainment),
             **{
                 name: metrics[name]
                 for name in ("attainment_ttft", "attainment_tpot", "attainment_longest_tenth", "ttft_s", "tpot_s")
@@ -136,11 +134,12 @@ def _describe_alternative(alternative: Alternative) -> dict[str, Any]:
         **describe_candidate(alternative.ranked.candidate),
         "goodput_rps": alternative.ranked.goodput_rps,
         "difference": alternative.difference.mean,
-        "difference_interval": _list_ends(alternative.difference),
+        "difference_interval": list_ends(alternative.difference),
     }
 
 
-def _list_ends(interval: Interval) -> list[float | None]:
+def list_ends(interval: Interval) -> list[float | None]:
+    """Lists an interval's ends for JSON, which has no infinity."""
     return [end if abs(end) < float("inf") else None for end in (interval.low, interval.high)]
 
 

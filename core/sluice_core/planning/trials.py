@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from sluice_core.planning.candidates import SliderCandidate
 from sluice_core.records import EngineId, FlowParameters, Role, Slo, SloClass
-from sluice_core.sim.cell import Arrival, Cell, EngineSetup, SimOptions
+from sluice_core.sim.cell import Arrival, Cell, EngineSetup, RouterSetup, SimOptions
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
 from sluice_core.sim.pickling import register
 from sluice_core.sim.simulation import Simulation
@@ -33,6 +33,7 @@ class PlanningProblem:
         parameters: Of the strategies; M and alpha do not count.
         options: Semantics.
         classes: Objectives and priorities of request classes.
+        routers: The routers.
     """
 
     rows: Sequence[TraceRow]
@@ -42,6 +43,7 @@ class PlanningProblem:
     parameters: FlowParameters = FlowParameters()  # noqa: RUF009 - a frozen record
     options: SimOptions = SimOptions()  # noqa: RUF009 - a frozen record
     classes: Sequence[SloClass] = ()
+    routers: Sequence[RouterSetup] = (RouterSetup(),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,7 @@ def build_cell(problem: PlanningProblem, candidate: SliderCandidate, seed: int, 
         ),
         options=problem.options,
         seed=seed,
+        routers=problem.routers,
     )
 
 

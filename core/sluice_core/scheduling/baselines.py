@@ -11,13 +11,14 @@ import random
 from collections.abc import Callable, Iterable
 
 from sluice_core.records import Decision, FlowParameters, Hold, Place, PrefillRequest
-from sluice_core.scheduling.assign_pass import AssignPass
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import get_view
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
 from sluice_core.scheduling.holding import get_urgency
 from sluice_core.scheduling.placement import LengthAwarePlacement, PlacementPolicy
 from sluice_core.scheduling.placement_records import NUM_RECORDS
+from sluice_core.scheduling.prefill_feasibility import AssignPass
+from sluice_core.scheduling.prefix_placement import find_cached
 
 
 class _SloBlindPlacement:
@@ -97,7 +98,7 @@ class ShortestQueuePlacement(LengthAwarePlacement):
     """First come, first served: each prefill to the engine with the fewest queued tokens, whether it is in time or not.
 
     Of equally short queues the one with the most KV left is taken. Beyond the paper: cached tokens make up for queued
-    ones (``AssignPass.find_cached``); with ``EarlyRejection.REJECT`` a request that this engine cannot serve in time is
+    ones (``prefix_placement``); with ``EarlyRejection.REJECT`` a request that this engine cannot serve in time is
     refused; a recovery goes where it is done first.
 
     Source: DistServe, section 4.3.
@@ -115,7 +116,7 @@ class ShortestQueuePlacement(LengthAwarePlacement):
             if get_view(entry).available_tokens > get_view(shortest).available_tokens:
                 shortest = entry
         if request.cached_tokens:
-            shortest = assign_pass.find_cached(request, math.inf, shortest) or shortest
+            shortest = find_cached(assign_pass, request, math.inf, shortest) or shortest
         deadline_s = request.arrival_s + request.slo.ttft_s
         is_feasible = assign_pass.estimate_done_s(request, get_view(shortest)) < deadline_s
         rejected = None if is_feasible else reject_late(assign_pass, request, [shortest], deadline_s)

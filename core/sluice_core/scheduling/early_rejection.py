@@ -11,8 +11,8 @@ import random
 from collections.abc import Sequence
 
 from sluice_core.records import Decision, EarlyRejection, Hold, PrefillRequest, Reject
-from sluice_core.scheduling.assign_pass import AssignPass
 from sluice_core.scheduling.engine_state import Entry, get_view
+from sluice_core.scheduling.prefill_feasibility import AssignPass
 
 
 def reject_late(

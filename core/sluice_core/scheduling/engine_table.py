@@ -16,7 +16,7 @@ from sluice_core.latency import (
 )
 from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
 from sluice_core.scheduling.engine_state import EngineConfig, EngineState, EngineView, Entry, InFlight
-from sluice_core.scheduling.prefill_fit import fit_prefill_room
+from sluice_core.scheduling.iteration_limit import fit_prefill_room
 
 __all__ = [
     "PROVEN_OBSERVATIONS",
@@ -297,13 +297,17 @@ class EngineTable:
         num_counted = num_decodes if self._counts_decodes else 0
         state.room_tokens = max(0, min(state.chunk_size_tokens, state.config.max_batch_tokens) - num_counted)
         if self._iteration_limit_s < math.inf:
-            state.room_tokens = fit_prefill_room(
+            fitting = fit_prefill_room(
                 state.latency,
                 self._iteration_limit_s,
                 state.room_tokens,
                 num_decodes,
                 context_tokens,
-            ).tokens
+            )
+            # Without decodes the chunk size alone limits an iteration: prompts do not wait for ever for an engine
+            # that is fast enough.
+            if fitting.tokens or num_decodes:
+                state.room_tokens = fitting.tokens
         queue_s = 0.0
         if load.queued_prefill_tokens > 0:
             queue_s = state.latency.estimate_prefill_s(

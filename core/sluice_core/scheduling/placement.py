@@ -13,12 +13,13 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from sluice_core.records import Decision, EarlyRejection, FlowParameters, Hold, PrefillRequest, RequestId
-from sluice_core.scheduling.assign_pass import AssignPass
 from sluice_core.scheduling.early_rejection import place_at_random, reject_late
 from sluice_core.scheduling.engine_state import Entry, get_queue_rank, get_view
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.holding import get_urgency
 from sluice_core.scheduling.placement_records import MAX_RECORDED_ENGINES, NUM_RECORDS, PlacementRecord
+from sluice_core.scheduling.prefill_feasibility import AssignPass
+from sluice_core.scheduling.prefix_placement import find_cached
 
 _MAX_TIE_DRAWS: Final = 8  # random picks among tied engines before all of them are checked
 
@@ -135,7 +136,7 @@ class LengthAwarePlacement:
             # Line 12. The paper does not say which of equal queues is taken; see ``_break_tie``.
             entry = self._break_tie(assign_pass, request, candidates, found.feasible, deadline_s)
         if request.cached_tokens:
-            entry = assign_pass.find_cached(request, deadline_s, entry) or entry
+            entry = find_cached(assign_pass, request, deadline_s, entry) or entry
         if entry is not None:
             return assign_pass.place(request, entry, "feasible", is_feasible=True)
         # Lines 13 to 15: no engine is feasible.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from sluice_core.records import Decision, PlacementCandidate, PrefillRequest
-from sluice_core.scheduling.assign_pass import estimate_prefill
 from sluice_core.scheduling.engine_state import EngineView, Entry, get_view
+from sluice_core.scheduling.prefill_feasibility import estimate_prefill
 
 MAX_RECORDED_ENGINES: Final = 64  # per decision: those with the shortest queues, and the chosen one
 NUM_RECORDS: Final = 4096  # decisions kept for explanations

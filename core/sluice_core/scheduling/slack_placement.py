@@ -22,7 +22,6 @@ from sluice_core.records import (
     IterationShape,
     PrefillRequest,
 )
-from sluice_core.scheduling.assign_pass import AssignPass
 from sluice_core.scheduling.batching import PRIORITY_HEAD_START_S
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.early_rejection import reject_late
@@ -31,6 +30,7 @@ from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.holding import Urgency, get_urgency
 from sluice_core.scheduling.placement import LengthAwarePlacement
 from sluice_core.scheduling.placement_records import NUM_RECORDS
+from sluice_core.scheduling.prefill_feasibility import AssignPass
 
 
 class SlackPlacement(LengthAwarePlacement):

@@ -9,7 +9,7 @@ from typing import Any
 from sluice_core.latency.iteration_profile import IterationProfile
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import FlowParameters, Slo, SloClass
-from sluice_core.sim.cell import EngineSetup, SimOptions, TransferLink
+from sluice_core.sim.cell import EngineSetup, RouterSetup, SimOptions, TransferLink
 from sluice_core.sim.metrics import EngineUse, RunSummary
 from sluice_core.sim.traces import TraceRow
 from sluice_core.strategies.disaggregated import DisaggregatedPolicies
@@ -34,6 +34,7 @@ RECORDS: tuple[type[Any], ...] = (
     TransferLink,
     LinkSpeed,
     Parameter,
+    RouterSetup,
     RunSummary,
     SimOptions,
     SliderUse,

@@ -23,8 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from sluice_core.kv import blocks_for_tokens, count_tail_tokens
 from sluice_engine.core_messages import NUM_TOKENS_KEY
 from sluice_engine.emulation.emulated_gpu import find_gpu, read_settings
-from sluice_engine.kv_transfer.kv_connector import LEASE_S
 from sluice_engine.kv_transfer.kv_handles import read_handle, read_offer
+from sluice_engine.kv_transfer.kv_lease import KV_LEASE_S
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -177,7 +177,7 @@ class EmulatedTransfers:
         for address, request_id in metadata.notices:
             self._port.send(address, "done", request_id)
         for request_id in metadata.holds:
-            self._leases[request_id] = now_s + LEASE_S
+            self._leases[request_id] = now_s + KV_LEASE_S
             self._port.hold(request_id)
         for read in metadata.reads:
             self._asking[read.request_id] = (read, now_s, now_s)

@@ -7,10 +7,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-# Longest time that handed-off blocks wait for a reader, in seconds. Nothing extends it, so that a reader that is gone
-# cannot keep another engine's blocks.
-LEASE_S = 30
-
 
 class KvConnector(Protocol):
     """The scheduler's half of a KV connector, beyond vLLM's own interface."""

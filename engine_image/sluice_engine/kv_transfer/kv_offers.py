@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from sluice_engine.core_messages import FIRST_TOKEN_KEY, NUM_TOKENS_KEY, OfferAnswer
-from sluice_engine.kv_transfer.kv_connector import LEASE_S
+from sluice_engine.kv_transfer.kv_lease import KV_LEASE_S
 from sluice_engine.kv_transfer.outgoing_hand_offs import find_halt
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class KvOffers:
             return OfferAnswer(key=command.key, reason="none")
         offer_id = command.key + OFFER_MARK
         self._manager.block_pool.touch(blocks)
-        self._blocks_of[offer_id], self._until_s[offer_id] = blocks, now_s + LEASE_S
+        self._blocks_of[offer_id], self._until_s[offer_id] = blocks, now_s + KV_LEASE_S
         params = self._connector.offer(offer_id, [block.block_id for block in blocks])
         num_tokens = num_blocks * self._block_size_tokens
         params |= {NUM_TOKENS_KEY: num_tokens, FIRST_TOKEN_KEY: first * self._block_size_tokens}

@@ -9,7 +9,7 @@ from sluice_engine.core_messages import ProposedMove
 
 if TYPE_CHECKING:
     from sluice_core.kv import KvBlocks
-    from sluice_core.scheduling.decode_order import DecodeSet
+    from sluice_core.scheduling.decode_set import DecodeSet
     from sluice_engine.scheduling.plan_in_force import PlanInForce
     from sluice_engine.scheduling.request_tracker import TrackedRequest
 
@@ -39,13 +39,12 @@ class MoveProposer:
         self._members.add(RequestId(request.request_id))
         self._decodes.join(
             RequestId(request.request_id),
-            now=now_s,
             prompt_tokens=request.num_prompt_tokens,
             output_tokens=request.num_output_tokens,
             output_tokens_since_reset=max(
                 0, extras.output_tokens_since_reset + request.num_output_tokens - len(extras.output_token_ids)
             ),
-            since_first_token_s=now_s - tracked.first_token_s,
+            first_token_s=tracked.first_token_s,
             tpot_slo_s=extras.tpot_slo_s or NO_OBJECTIVE_S,
             is_moved_in=tracked.is_moved_in,
             split_tokens=extras.split_output_tokens,

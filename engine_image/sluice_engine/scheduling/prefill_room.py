@@ -1,4 +1,4 @@
-"""Prefill room: the batch policy sets it before vLLM's ``schedule()``, which hands it out chunk by chunk."""
+"""Prefill room, the part of vLLM's token budget that prefills get: the batch policy sets it before ``schedule()``."""
 
 from __future__ import annotations
 

@@ -20,21 +20,21 @@ from vllm.v1.request import RequestStatus
 from sluice_core.kv import blocks_for_tokens
 from sluice_core.records import MoveCause
 from sluice_core.scheduling.batching import RequestKind
-from sluice_core.scheduling.decode_order import DecodeSet
-from sluice_engine import core_messages, vllm_check
+from sluice_core.scheduling.decode_set import DecodeSet
+from sluice_engine import core_encoding, core_messages, vllm_check
 from sluice_engine.kv_transfer.grant_table import GrantTable
 from sluice_engine.kv_transfer.kv_offers import KvOffers
 from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
 from sluice_engine.kv_transfer.part_pulls import PartPulls
 from sluice_engine.kv_transfer.resume import GrammarReplayError, replay_grammar, restore_output
 from sluice_engine.processes import die_with_parent
+from sluice_engine.scheduling.fidelity_recorder import open_recorder
 from sluice_engine.scheduling.grants import EngineRoom, GrantAllocator, answer_grant
 from sluice_engine.scheduling.incoming_pulls import IncomingPulls
-from sluice_engine.scheduling.iteration_recorder import open_recorder
-from sluice_engine.scheduling.iteration_timer import IterationTimer
+from sluice_engine.scheduling.iteration_reports import IterationTimer
 from sluice_engine.scheduling.kv_usage import KvUsage
 from sluice_engine.scheduling.late_scheduling import ExpectedArrivals
-from sluice_engine.scheduling.load_report import measure_load
+from sluice_engine.scheduling.load_measurement import measure_load
 from sluice_engine.scheduling.move_proposals import MoveProposer
 from sluice_engine.scheduling.phase_tracker import PhaseTracker
 from sluice_engine.scheduling.plan_in_force import PlanInForce
@@ -108,8 +108,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         """Carries out a batch of commands (``core_messages``)."""
         self._grants.expire(time.monotonic())
         self._offers.expire(time.monotonic())
-        return core_messages.encode_answers(
-            [self._carry_out(command) for command in core_messages.decode_commands(commands)]
+        return core_encoding.encode_answers(
+            [self._carry_out(command) for command in core_encoding.decode_commands(commands)]
         )
 
     def _carry_out(self, command: core_messages.Command) -> core_messages.Answer:

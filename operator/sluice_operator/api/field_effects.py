@@ -1,4 +1,4 @@
-"""What a change of each manifest field does to a running cluster, and the one walker over fields and their effects."""
+"""What a change of a manifest field can do, and the walker over fields; ``spec`` says what each field's does."""
 
 from __future__ import annotations
 

@@ -6,14 +6,16 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from sluice.v1 import router_pb2
 from sluice.wire_fields import constraint_names, read_constraint, read_sampling
 from sluice_router.api.openai_requests import FieldError, quote
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from sluice.v1 import router_pb2
     from sluice_router.errors import RouterError
+    from sluice_router.scheduling.requests import Finish, Usage
+    from sluice_router.text.output import Delta
 
 _PATH_HEAD = re.compile(r"[a-z_]+")
 # Where a field of an HTTP body is not the proto's field of the same name in ``GenerateRequest.sampling``.
@@ -131,3 +133,35 @@ def _read_object(field: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FieldError(field, f"{field}: must be a JSON object, not {quote(value)}")
     return value
+
+
+def format_response(request_id: str, delta: Delta, end: Finish | None) -> router_pb2.GenerateResponse:
+    """Makes the message of a part of an answer; ``end`` is None but for the last one."""
+    response = router_pb2.GenerateResponse(
+        request_id=request_id,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        first_output_index=delta.first_index,
+        logprobs=[
+            router_pb2.OutputLogprobs(
+                logprob=entry.logprob, top_token_ids=entry.top_token_ids, top_logprobs=entry.top_logprobs
+            )
+            for entry in delta.logprobs
+        ],
+    )
+    if end is not None:
+        response.finish_reason = end.reason
+        response.usage.CopyFrom(_format_usage(end.usage))
+    return response
+
+
+def _format_usage(usage: Usage) -> router_pb2.Usage:
+    return router_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.output_tokens,
+        cached_tokens=usage.cached_tokens,
+        ttft_ms=usage.ttft_s * 1e3,
+        tpot_ms=None if usage.tpot_s is None else usage.tpot_s * 1e3,
+        num_hand_offs=usage.num_hand_offs,
+        is_slo_met=usage.is_slo_met,
+    )

@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sluice_router.errors import OwnerLimitError
+from sluice_router.errors import MIN_RETRY_S, OwnerLimitError
 from sluice_router.limits.usage import OwnerUsage
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ OTHERS = "*"
 NEWS_DELAY_S = 0.25
 # A peer that is silent for so long is not heard of.
 SILENCE_S = 3.0
-# Least Retry-After.
-MIN_RETRY_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)

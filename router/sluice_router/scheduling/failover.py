@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, sampling_pb2
-from sluice_core.records import IterationShape, RequestId
+from sluice_core.records import RequestId
 from sluice_router.errors import EngineFaultError
 from sluice_router.scheduling import completion, dispatch, migration, prefixes
 from sluice_router.scheduling.entities import MigrationPhase, PendingResume
+from sluice_router.scheduling.resumption import claims
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from sluice.v1 import engine_pb2
     from sluice_core.records import EngineId
-    from sluice_core.scheduling.engine_table import EngineTable
     from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Migration, Submission
     from sluice_router.scheduling.state import RouterState
-    from sluice_router.settings import Limits
 
 # A stream that broke or went silent says nothing about the engine behind it, which may go on with its requests.
 RESUMABLE = frozenset({"stream", "silence"})
@@ -45,6 +44,7 @@ def lose_engine(state: RouterState, engine: ConnectedEngine, reason: str, now: f
     state.outbox.actions.closes.append((engine, reason))
     state.metrics.count("engine_losses", reason)
     state.status.mark_changed()
+    claims.forget_engine(state, engine)
     for move in list(engine.grants.values()):
         migration.drop_target(state, move, now)
     for submission in engine.slots:
@@ -163,24 +163,6 @@ def requeue(state: RouterState, request: LiveRequest, reason: str, now: float) -
     dispatch.enqueue(state.requests, request, now)
 
 
-def find_failure(limits: Limits, table: EngineTable, engine: ConnectedEngine, now: float) -> tuple[str, str] | None:
-    """Checks whether an engine is silent or hangs.
-
-    Returns:
-        Reason and text of its failure; None while it is well.
-    """
-    silence_s = now - engine.last_heard_s
-    if silence_s > limits.silence_limit_s:
-        return "silence", f"silent for {silence_s:.1f} s, the limit is {limits.silence_limit_s:g} s"
-    if not _has_work(engine):
-        engine.progress_s = now
-        return None
-    age_s, limit_s = now - engine.progress_s, _age_limit_s(limits, table, engine)
-    if age_s > limit_s:
-        return "hang", f"no iteration for {age_s:.1f} s with work to do, the limit is {limit_s:.1f} s"
-    return None
-
-
 def _recover(state: RouterState, submission: Submission, request: LiveRequest, reason: str, now: float) -> None:
     """Takes a request off a lost engine: it waits for a resume if the engine may go on, else it goes elsewhere."""
     engine = submission.engine
@@ -225,30 +207,3 @@ def _recover_elsewhere(
         completion.fail(state, request, EngineFaultError(message), now)
     else:
         requeue(state, request, reason, now)
-
-
-def _has_work(engine: ConnectedEngine) -> bool:
-    """Whether iterations are due. Pulls are left out: they have time limits of their own."""
-    load = engine.load
-    if load.queued_prefill_tokens or load.running_decodes:
-        return True
-    return engine.num_submits > load.last_submit_number and any(
-        submission is not None and submission.submit_number > load.last_submit_number for submission in engine.slots
-    )
-
-
-def _age_limit_s(limits: Limits, table: EngineTable, engine: ConnectedEngine) -> float:
-    """The longest time that an iteration may take: a multiple of what the latency model predicts for a full one."""
-    if engine.engine_id not in table:
-        return limits.iteration_age_floor_s
-    tokens = engine.chunk_size_tokens or engine.spec.max_batch_tokens
-    prefill_tokens = max(0, tokens - engine.load.running_decodes)
-    shape = IterationShape(
-        prefill_tokens=prefill_tokens,
-        attention_work=prefill_tokens * engine.max_model_len_tokens / 2,
-        num_chunks=1,
-        num_decodes=engine.load.running_decodes,
-        decode_context_tokens=engine.load.decode_context_tokens,
-    )
-    longest_s = table[engine.engine_id].latency.estimate_shape_s(shape)
-    return max(limits.iteration_age_floor_s, limits.iteration_age_factor * longest_s)

@@ -15,7 +15,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from sluice.certificates import find_version, stamp_folder
-from sluice_router.errors import KeysUnavailableError, UnauthenticatedError
+from sluice_router.errors import MIN_RETRY_S, KeysUnavailableError, UnauthenticatedError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,7 +101,8 @@ class ApiKeys:
             UnauthenticatedError: The key is missing or is nobody's.
         """
         if self.fault:
-            raise KeysUnavailableError("this router cannot read its API keys; try again later", retry_after_s=1.0)
+            message = "this router cannot read its API keys; try again later"
+            raise KeysUnavailableError(message, retry_after_s=MIN_RETRY_S)
         token = read_bearer(authorization, "an API key")
         digest = hashlib.sha256(token.encode(errors="surrogateescape")).digest()
         owner = self._owners.get(self._hide(digest))

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import jwt
 
-from sluice_router.errors import KeysUnavailableError, UnauthenticatedError
+from sluice_router.errors import MIN_RETRY_S, KeysUnavailableError, UnauthenticatedError
 
 if TYPE_CHECKING:
     import ssl
@@ -78,7 +78,7 @@ class JwtVerifier:
             return known[0]
         if not self._keys:
             raise KeysUnavailableError(
-                "this router has no keys to check tokens with; try again later", retry_after_s=1.0
+                "this router has no keys to check tokens with; try again later", retry_after_s=MIN_RETRY_S
             )
         try:
             claims = self._decode(token)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from sluice_core.records import RequestId
-from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.requests import RequestState, SimRequest
 
@@ -115,7 +115,7 @@ class DecodeBatch:
         else:
             ending.append((request.batch_epoch, request))
 
-    def join(self, request: SimRequest, now: float) -> None:
+    def join(self, request: SimRequest) -> None:
         """Add a request."""
         generated = request.generated_tokens
         request.state = RequestState.DECODING
@@ -125,11 +125,10 @@ class DecodeBatch:
         self._decoding[request.request_id] = request
         self.decodes.join(
             request.request_id,
-            now=now,
             prompt_tokens=request.prompt_tokens,
             output_tokens=generated,
             output_tokens_since_reset=generated - request.reset_tokens,
-            since_first_token_s=now - request.first_token_s,
+            first_token_s=request.first_token_s,
             tpot_slo_s=request.tpot_slo_s,
             is_moved_in=request.is_moved_in,
             split_tokens=request.split_tokens if request.split_token else 0,

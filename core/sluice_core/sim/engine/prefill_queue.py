@@ -460,6 +460,10 @@ class PrefillQueue:
     def _return_new_prompts(self) -> None:
         """Give prompts back that have not started."""
         self.release_deferred()
+        self._give_back_waiting()
+
+    def _give_back_waiting(self) -> None:
+        """Give back all new prompts that wait."""
         kept = [entry for entry in self._waiting if entry[3].kind is not RequestKind.NEW_PROMPT]
         returned = [entry for entry in self._waiting if entry[3].kind is RequestKind.NEW_PROMPT]
         heapify(kept)

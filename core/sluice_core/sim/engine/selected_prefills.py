@@ -137,7 +137,8 @@ class SelectedPrefills(PrefillQueue):
         """Take new prompts out of the queue's order."""
         for entry in self._waiting:
             request = entry[3]
-            if request.kind is RequestKind.NEW_PROMPT:
+            # Those that this iteration has selected stand there too.
+            if request.kind is RequestKind.NEW_PROMPT and request.request_id not in self._prompts:
                 self._prompts[request.request_id] = request
                 self._selector.add(
                     request.request_id,
@@ -241,12 +242,12 @@ class SelectedPrefills(PrefillQueue):
         self._started_prompts.pop(request.request_id, None)
         self._selector.remove(request.request_id)
 
-    def _return_new_prompts(self) -> None:
-        """See ``PrefillQueue._return_new_prompts``: those that are not selected go back too."""
+    def _give_back_waiting(self) -> None:
+        """See ``PrefillQueue._give_back_waiting``: those that are not selected go back too."""
         in_order = {entry[3].request_id for entry in self._waiting}
         for request in self._prompts.values():
             if request.request_id not in in_order:
                 heappush(self._waiting, (_SELECTED, request.arrival_s, request.index, request))
-        super()._return_new_prompts()
+        super()._give_back_waiting()
         for request in self.returned:
             self._forget(request)

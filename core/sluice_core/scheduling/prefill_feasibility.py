@@ -15,7 +15,6 @@ from sluice_core.scheduling.engine_state import EngineView, Entry, get_view
 from sluice_core.scheduling.engine_table import RECOVERY_BURST_S, EngineTable
 
 _INFINITY: Final = math.inf  # looking it up in the module costs as much as a few engines of the walk
-CACHED_TOKEN_WEIGHT: Final = 8.0  # queued prefill tokens that a cached token of the prompt makes up for
 
 
 class Walk(NamedTuple):
@@ -136,37 +135,6 @@ class AssignPass:
             if done_s < least_late_s:
                 least_late, least_late_s = position, done_s
         return Walk(-1, least_late)
-
-    def find_cached(self, request: PrefillRequest, deadline_s: float, plain: Entry | None) -> Entry | None:
-        """Find a feasible engine that has so much of a prompt in its cache that it is the better choice.
-
-        Line 12 of Algorithm 2 takes the shortest queue. A cached token is one that need not be computed: it makes up
-        for ``CACHED_TOKEN_WEIGHT`` queued ones. Where nothing is cached that is the paper's rule.
-
-        Args:
-            request: The request.
-            deadline_s: When its first token is due.
-            plain: What the paper's rule chooses, as though nothing was cached; None: nothing is feasible then.
-
-        Returns:
-            The engine; None: ``plain`` is as good.
-        """
-        best: Entry | None = None
-        least = _INFINITY
-        if plain is not None:
-            least = plain[0] - CACHED_TOKEN_WEIGHT * request.cached_tokens.get(get_view(plain).engine_id, 0)
-        engines, excluded = self.engines, request.excluded
-        for engine_id, cached in request.cached_tokens.items():
-            state = engines.peek(engine_id)
-            entry = None if state is None else state.entry
-            if entry is None:
-                continue
-            score = entry[0] - CACHED_TOKEN_WEIGHT * cached
-            if score >= least or (excluded and engine_id in excluded):
-                continue
-            if self.is_feasible(request, get_view(entry), deadline_s):
-                best, least = entry, score
-        return best
 
     def find_least_late(self, request: PrefillRequest, candidates: Sequence[Entry]) -> int:
         """Find where a prompt with cached tokens would be done first; -1 when none has the KV blocks."""

@@ -44,15 +44,17 @@ class Decode:
         request_id: The request.
         number: Unique in the set, ascending by arrival: breaks ties.
         prompt_tokens: Prompt length.
-        start_iteration: Iteration at which its output length was 0.
-        reset_iteration: Iteration at which the length that degradation sorts by was 0.
+        join_iteration: Iteration at which it joined.
+        output_tokens: Output tokens that it had then.
+        output_tokens_since_reset: Length that degradation sorts by, then.
         first_token_s: When the client got the first token, on the caller's clock.
         tpot_slo_s: TPOT objective, in seconds.
         is_moved_in: It came from another engine with its KV.
-        join_iteration: Iteration at which it joined.
         split_tokens: Output tokens at which its part on this engine is planned to end; 0: it is not.
 
     Attributes:
+        start_iteration: Iteration at which its output length was 0.
+        reset_iteration: Iteration at which the length that degradation sorts by was 0.
         num_proposals: Proposals so far.
         proposed_blocks: Blocks that its standing proposal counts as released; None without one.
         is_ranked: It is in both orders.
@@ -82,19 +84,19 @@ class Decode:
         request_id: RequestId,
         number: int,
         prompt_tokens: int,
-        start_iteration: int,
-        reset_iteration: int,
+        join_iteration: int,
+        output_tokens: int,
+        output_tokens_since_reset: int,
         first_token_s: float,
         tpot_slo_s: float,
         is_moved_in: bool,
-        join_iteration: int,
         split_tokens: int,
     ) -> None:
         self.request_id = request_id
         self.number = number
         self.prompt_tokens = prompt_tokens
-        self.start_iteration = start_iteration
-        self.reset_iteration = reset_iteration
+        self.start_iteration = join_iteration - output_tokens
+        self.reset_iteration = join_iteration - output_tokens_since_reset
         self.first_token_s = first_token_s
         self.tpot_slo_s = tpot_slo_s
         self.is_moved_in = is_moved_in
@@ -167,11 +169,10 @@ class DecodeSet:
         self,
         request_id: RequestId,
         *,
-        now: float,
         prompt_tokens: int,
         output_tokens: int,
         output_tokens_since_reset: int,
-        since_first_token_s: float,
+        first_token_s: float,
         tpot_slo_s: float,
         is_moved_in: bool,
         split_tokens: int = 0,
@@ -180,11 +181,10 @@ class DecodeSet:
 
         Args:
             request_id: Unique on the engine.
-            now: Seconds on the caller's clock.
             prompt_tokens: Prompt length.
             output_tokens: Tokens of the whole request so far, on all engines.
             output_tokens_since_reset: Length that Algorithm 1 sorts by: tokens since the last backflow.
-            since_first_token_s: Seconds since the client's first token.
+            first_token_s: When the client got the first token, on the caller's clock.
             tpot_slo_s: TPOT objective, in seconds.
             is_moved_in: It came from another engine with its KV; False: it was prefilled here.
             split_tokens: Output tokens at which its part here is planned to end; 0: it is not.
@@ -192,33 +192,40 @@ class DecodeSet:
         Raises:
             ValueError: Known already, or without an output token.
         """
-        if request_id in self._members:
-            raise ValueError(f"request {request_id!r} is among the decodes already")
-        if output_tokens < 1:
-            raise ValueError(f"request {request_id!r} has {output_tokens} output tokens, a decode has at least 1")
+        if request_id in self._members or output_tokens < 1:
+            raise self._refuse(request_id, output_tokens)
         self._num_joined += 1
-        decode = Decode(
+        decode = self._members[request_id] = Decode(
             request_id=request_id,
             number=self._num_joined,
             prompt_tokens=prompt_tokens,
-            start_iteration=self._iteration - output_tokens,
-            reset_iteration=self._iteration - output_tokens_since_reset,
-            first_token_s=now - since_first_token_s,
+            join_iteration=self._iteration,
+            output_tokens=output_tokens,
+            output_tokens_since_reset=output_tokens_since_reset,
+            first_token_s=first_token_s,
             tpot_slo_s=tpot_slo_s,
             is_moved_in=is_moved_in,
-            join_iteration=self._iteration,
             split_tokens=split_tokens,
         )
-        self._members[request_id] = decode
-        self._saved_of_new.add(tpot_slo_s, decode.start_iteration, decode.first_token_s)
+        self._saved_of_new.add(tpot_slo_s, decode.start_iteration, first_token_s)
         self.least_tpot_slo_s = min(self.least_tpot_slo_s, tpot_slo_s)
         if split_tokens:
-            due = decode.start_iteration + split_tokens - self.split_lead_tokens
-            heapq.heappush(self._splits, (due, decode.number, decode))
+            self._note_split(decode)
         if is_moved_in:
             self._recently_moved.append(decode)
         else:
             self._rank(decode)
+
+    def _refuse(self, request_id: RequestId, output_tokens: int) -> ValueError:
+        """Say why a decode cannot join."""
+        if request_id in self._members:
+            return ValueError(f"request {request_id!r} is among the decodes already")
+        return ValueError(f"request {request_id!r} has {output_tokens} output tokens, a decode has at least 1")
+
+    def _note_split(self, decode: Decode) -> None:
+        """Note when the planned end of a decode's part here is to be proposed."""
+        due = decode.start_iteration + decode.split_tokens - self.split_lead_tokens
+        heapq.heappush(self._splits, (due, decode.number, decode))
 
     def leave(self, request_id: RequestId) -> None:
         """Remove a decode that finished, was handed off, preempted or aborted. Unknown ones are ignored."""
