@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from engine_server_harness import LENGTH, STOP, Engine, output, settle, submit
 from fake_core import FINGERPRINT, Builder, Clock, Core
@@ -47,6 +50,7 @@ async def test_another_router_goes_on_with_a_request_at_its_next_token(engine, i
     first.receive()
     if is_lost:
         first.lose_stream()
+    assert engine.server.num_held == is_lost
     engine.clock.now_s += 3
     second = engine.attached("router-2")
     answer = await claim(second)
@@ -86,8 +90,10 @@ async def test_an_end_that_the_client_may_have_missed_is_kept_and_can_be_claimed
         assert (answer.ended.reason, answer.ended.stop_token_id) == (sampling_pb2.FINISH_REASON_STOP, 2)
     engine.put_out(output(engine.core_id("b"), [20]))
     assert [list(message.token_ids) for message in first.receive() if message.slots][-1] == [20]
+    assert engine.server.num_kept_ends == 1
     engine.clock.now_s += 30.1
     engine.server.tick(engine.clock.now_s)
+    assert engine.server.num_kept_ends == 0
     assert not (await claim(engine.attached("router-2"))).HasField("submit")
 
 
@@ -194,3 +200,16 @@ async def test_bounded_claims_forget_the_oldest(engine, monkeypatch):
     first = engine.attached("router-1")
     await first.send(submits=[resumable(0), resumable(1, "b", resume_key=b"b")])
     assert ends(first) == [(1, CLAIMED)]
+
+
+async def test_a_claim_brings_the_logprobs_of_the_tokens_made_here(engine):
+    first = engine.attached("router-1")
+    await first.send(submits=[resumable(output_token_ids=[90])])
+    rows = SimpleNamespace(
+        logprob_token_ids=np.array([[10, 10]]),
+        logprobs=np.array([[-0.25, -0.25]], dtype=np.float32),
+        sampled_token_ranks=np.array([1]),
+    )
+    engine.put_out(output(engine.core_id("a"), [10], new_logprobs=rows))
+    answer = await claim(engine.attached("router-2"))
+    assert [entry.logprob for entry in answer.logprobs] == [-0.25]

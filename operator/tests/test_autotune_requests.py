@@ -15,7 +15,7 @@ from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
 from sluice_core.planning.search import SearchEffort
 from sluice_core.planning.trials import TrialResult
-from sluice_core.records import EarlyRejection, IterationShape, Role
+from sluice_core.records import EarlyRejection, FlowParameters, IterationShape, Role
 from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS
 from sluice_core.slo import ROUTER_WAIT_LIMIT_S, SloCounts
 from sluice_operator.api.condition_types import Reason
@@ -303,14 +303,17 @@ def test_a_search_has_the_objectives_and_parameters_of_the_spec() -> None:
             "approachingFactorPercent": 80,
             "earlyRejection": "Reject",
             "minTokensBetweenMoves": 7,
+            "tpotSharePercent": 75,
+            "creditMilliseconds": 40,
+            "macroInstanceMost": 5,
+            "tbtTargetMilliseconds": 60,
         },
     )
     constraints = make_constraints(spec)
     assert [
         (each.name, each.ttft_milliseconds, each.tpot_milliseconds, each.priority) for each in constraints.classes
     ] == [("", 1000, 50, 0), ("chat", 300, 30, 2)]
-    assert (constraints.target, constraints.watermark, constraints.approaching_factor) == (0.95, 0.9, 0.8)
-    assert (constraints.early_rejection, constraints.min_tokens_between_moves) == ("Reject", 7)
+    assert constraints.target == 0.95
     problem = make_problem(replace(make_question(), constraints=constraints))
     assert (problem.slo.ttft_s, problem.slo.tpot_s) == (1.0, 0.05)
     assert [(each.name, each.slo.ttft_s, each.slo.tpot_s, each.priority) for each in problem.classes] == [
@@ -318,9 +321,16 @@ def test_a_search_has_the_objectives_and_parameters_of_the_spec() -> None:
     ]
     parameters = problem.parameters
     assert (parameters.early_rejection, parameters.min_tokens_between_moves) == (EarlyRejection.REJECT, 7)
-    assert parameters.prefill_batch_tokens == constraints.prefill_batch_tokens
-    assert parameters.batch_token_budget == constraints.batch_token_budget
-    assert parameters.grant_wait_s == constraints.grant_wait_milliseconds / 1000
+    assert (parameters.watermark, parameters.approaching_factor) == (0.9, 0.8)
+    # Those of strategies that have other parameters than TaiChi count too.
+    assert (parameters.tpot_share, parameters.credit_s) == (0.75, 0.04)
+    assert (parameters.macro_instance_most, parameters.tbt_target_s) == (5, 0.06)
+    defaults = FlowParameters()
+    assert (parameters.prefill_batch_tokens, parameters.grant_wait_s, parameters.batch_token_budget) == (
+        defaults.prefill_batch_tokens,
+        defaults.grant_wait_s,
+        defaults.batch_token_budget,
+    )
     assert (problem.options.schedules_ahead, problem.options.wait_limit_s) == (True, ROUTER_WAIT_LIMIT_S)
     assert list(problem.engines) == [1]
     row, first = problem.rows[3], make_question().workload.rows[3]

@@ -31,11 +31,6 @@ class Limits(BaseModel):
         ge=0,
         description="longest wait of a request for the engine whose stream broke, before it goes elsewhere",
     )
-    resume_s: float = Field(
-        default=30.0,
-        ge=0,
-        description="longest time that an answer goes on for a client that is gone and may come back",
-    )
     claim_timeout_s: float = Field(
         default=1.0, gt=0, description="longest wait for what engines know of an answer that a client resumes"
     )

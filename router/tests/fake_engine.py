@@ -20,6 +20,8 @@ from sluice.v1 import engine_pb2, engine_pb2_grpc, plan_pb2, sampling_pb2
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+# How long it keeps requests that clients may resume.
+RESUME_S = 30.0
 BLOCK_SIZE = 16
 
 
@@ -106,6 +108,7 @@ class FakeCore:
             kv_bytes_per_token=1024,
             prefix_root=self.prefix_root,
             pulls_parts=self.pulls_parts,
+            resume_s=RESUME_S,
             held=[*self.held, *(self._describe_held(request) for request in self.kept.values())],
         )
         return engine_pb2.AttachResponse(hello=hello, load=self.load())

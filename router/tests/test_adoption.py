@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 from data_plane_harness import CheckingResponseStream, Harness, make_request
-from fake_engine import expected_output, make_plan
+from fake_engine import RESUME_S, expected_output, make_plan
 
 from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_router.errors import NoEngineError, QueueFullError, ShuttingDownError, TakenOverError, UnknownStreamError
-from sluice_router.scheduling.requests import FoundRequest
-from sluice_router.scheduling.resumption import claims
+from sluice_router.scheduling.requests import FoundRequest, rewind
+from sluice_router.scheduling.resumption import claims, detachment
 
 PD = {"p0": "P", "d0": "D"}
 KEY = b"the key"
@@ -314,3 +314,122 @@ def test_a_leaving_router_adopts_nothing():
     with pytest.raises(ShuttingDownError):
         adopt(harness, make_found(num_output=3, reason=ABORTED))
     assert not harness.state.requests.live
+
+
+def test_a_request_whose_client_left_goes_on_and_can_be_taken_over():
+    harness = begin(3)
+    [(request_id, old)] = harness.response_streams.items()
+    harness.router.detach(request_id)
+    harness.step_all()
+    [found] = claim(harness)
+    stream = adopt(harness, found)
+    assert isinstance(old.error, TakenOverError)
+    assert not harness.state.requests.detached
+    harness.clock.now_s += 60
+    harness.router.tick()
+    harness.run()
+    assert stream.token_ids == expected_output(stream.prompt, 8)
+
+
+def test_a_request_that_nobody_comes_back_to_ends_in_time():
+    harness = begin(3)
+    [(request_id, old)] = harness.response_streams.items()
+    harness.router.detach(request_id)
+    harness.clock.now_s += RESUME_S - 1
+    harness.router.tick()
+    assert request_id in harness.state.requests.live
+    old.is_cancelled = True
+    harness.clock.now_s += 1
+    harness.router.tick()
+    assert harness.count("rejected", "unclaimed") == 1
+    harness.deliver()
+    harness.assert_idle()
+    harness.router.detach(request_id)
+    assert not harness.state.requests.detached
+
+
+def test_too_many_requests_without_clients_end_early(monkeypatch):
+    monkeypatch.setattr(detachment, "MAX_DETACHED", 1)
+    harness = Harness(PD)
+    for number in range(2):
+        harness.admit(max_tokens=8, resume_key=bytes([number]))
+    for request_id in list(harness.response_streams):
+        harness.router.detach(request_id)
+    next(iter(harness.response_streams.values())).is_cancelled = True
+    harness.router.tick()
+    assert list(harness.state.requests.live) == list(harness.response_streams)[1:]
+
+
+def with_logprobs() -> sampling_pb2.SamplingParams:
+    return sampling_pb2.SamplingParams(max_tokens=8, temperature=0.0, num_logprobs=1)
+
+
+def test_logprobs_of_former_parts_are_gathered_by_their_tokens():
+    harness = Harness(PD)
+    results = claim(harness)
+    tokens = [5, 6, 7, 8]
+    parts = {"p0": (1, tokens[:2], 0, [-0.5, -0.6]), "d0": (2, tokens, 2, [-0.7, -0.8])}
+    for name, (fence, output, num_before, logprobs) in parts.items():
+        submit = engine_pb2.Submit(request_id="req-1", fence=fence, output_token_ids=output, resume_key=KEY)
+        answer = engine_pb2.ClaimAnswer(resume_key=KEY, submit=submit, num_tokens_before=num_before)
+        answer.logprobs.extend(engine_pb2.TokenLogprobs(logprob=value) for value in logprobs)
+        if name == "p0":
+            answer.ended.reason = sampling_pb2.FINISH_REASON_HANDED_OFF
+        harness.router.handle_message(harness.engines[name], engine_pb2.AttachResponse(claim_answers=[answer]))
+    [found] = results
+    assert {index: round(entry.logprob, 3) for index, entry in found.logprobs.items()} == {
+        0: -0.5,
+        1: -0.6,
+        2: -0.7,
+        3: -0.8,
+    }
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_tokens_whose_logprobs_are_lost_are_made_once_more(is_running):
+    second = die(begin(4))
+    results = claim(second)
+    second.deliver()
+    found = results[0] if is_running else replace(results[0], engine=None)
+    stream = adopt(second, rewind(found, 2))
+    second.run()
+    assert stream.token_ids == expected_output(stream.prompt, 8)
+    assert second.count("adopted", "recomputed") == 1
+    if is_running:
+        second.assert_idle()
+
+
+def test_tokens_of_a_request_here_whose_logprobs_are_lost_are_made_once_more():
+    harness = Harness(PD)
+    harness.admit(resume_key=KEY, resume_state=STATE, sampling=with_logprobs())
+    for _ in range(4):
+        harness.step_all()
+    [found] = claim(harness)
+    assert len(found.output_token_ids) > 2
+    stream = adopt(harness, rewind(found, 2))
+    harness.run()
+    assert stream.token_ids == expected_output(stream.prompt, 8)
+    assert stream.finish.usage.num_recoveries == 1
+    harness.assert_idle()
+
+
+def test_usage_counts_what_was_before():
+    found = make_found(num_output=3, reason=LENGTH)
+    found.submit.history.MergeFrom(engine_pb2.RequestHistory(num_hand_offs=2, num_recoveries=1, num_cached_tokens=16))
+    found.submit.kv.num_tokens = 1
+    stream = adopt(Harness(PD), found)
+    usage = stream.finish.usage
+    assert (usage.num_hand_offs, usage.num_recoveries, usage.cached_tokens) == (3, 1, 16)
+
+
+def test_a_caller_that_comes_back_has_another_deadline():
+    harness = Harness(PD)
+    harness.admit(max_tokens=8, resume_key=KEY, resume_state=STATE, deadline_s=harness.clock.now_s + 5)
+    harness.step_all()
+    [found] = claim(harness)
+    stream = adopt(harness, found)
+    harness.clock.now_s += 6
+    harness.router.tick()
+    harness.run()
+    assert stream.error is None
+    assert stream.finish is not None

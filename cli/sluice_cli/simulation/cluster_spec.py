@@ -14,7 +14,7 @@ from sluice_core.latency.known_gpus import parse_gpus
 from sluice_core.records import Slo, SloClass
 from sluice_core.slo import ROUTER_WAIT_LIMIT_S
 from sluice_core.strategies.parameters import PARAMETERS, read_parameters
-from sluice_operator.api.sliders import resolve_sliders, resolve_strategy
+from sluice_operator.api.sliders import resolve_sliders, resolve_strategy, write_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -137,9 +137,8 @@ def _make_slo(slo: SloSpec | SloClassSpec) -> Slo:
 
 
 def _make_settings(spec: ServingClusterSpec) -> SimulationSettings:
-    values = {row.name: str(getattr(spec.parameters, row.name)) for row in PARAMETERS}
     return SimulationSettings(
-        parameters=read_parameters(PARAMETERS, values, spec.strategy),
+        parameters=read_parameters(PARAMETERS, write_parameters(spec, PARAMETERS), spec.strategy),
         max_batch_tokens=spec.engine.max_batch_tokens,
         scheduling=AHEAD,
         wait_limit_s=ROUTER_WAIT_LIMIT_S,  # a manifest cannot change it

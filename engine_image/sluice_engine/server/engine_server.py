@@ -119,6 +119,16 @@ class EngineServer:
         return self._sessions.num_requests
 
     @property
+    def num_held(self) -> int:
+        """Requests that run for a router whose stream is lost."""
+        return sum(len(session.held) for session in list(self._sessions))
+
+    @property
+    def num_kept_ends(self) -> int:
+        """Ended requests whose clients may still ask for their last tokens."""
+        return self._sessions.resumable.num_ended
+
+    @property
     def is_draining(self) -> bool:
         """True from the start of the process's drain on."""
         return self._reports.is_draining
@@ -137,6 +147,7 @@ class EngineServer:
         hello = wire.EngineHello()
         hello.CopyFrom(self._hello)
         hello.held.extend(held)
+        hello.resume_s = self._intervals.resume_s
         load = self._reports.build(session, now_s)
         usage = self._usage.list_others(router_id, now_s)
         stream.send(wire.AttachResponse(hello=hello, load=load, configured=self._plan.in_force, usage=usage))

@@ -87,6 +87,12 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily(
             "sluice_engine_requests", "Requests that have not ended.", value=self._server.num_requests
         )
+        yield GaugeMetricFamily(
+            "sluice_engine_held_requests", "Those of lost routers, which wait for one.", value=self._server.num_held
+        )
+        yield GaugeMetricFamily(
+            "sluice_engine_kept_ends", "Ended requests that clients may resume.", value=self._server.num_kept_ends
+        )
         yield GaugeMetricFamily("sluice_engine_routers", "Routers with a stream.", value=self._server.num_routers)
         yield GaugeMetricFamily("sluice_engine_draining", "1 while draining.", value=int(self._server.is_draining))
 

@@ -1,4 +1,4 @@
-"""Resolves the sliders of a spec: the number of P-heavy engines, and each role's chunk size."""
+"""Resolves the sliders of a spec: P-heavy engines, each role's chunk size, and what strategies have as parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from sluice_core.records import Role
 from sluice_core.strategies import DEFAULT_STRATEGY, Strategy, get_strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sluice_core.strategies.parameters import Parameter
     from sluice_operator.api.spec import SpecFields
 
 
@@ -35,6 +38,16 @@ class Sliders:
     def chunk_size_tokens(self, role: Role) -> int:
         """Chunk size of a role, in tokens."""
         return self.prefill_heavy_tokens if role is Role.PREFILL_HEAVY else self.decode_heavy_tokens
+
+
+def write_parameters(spec: SpecFields, rows: Iterable[Parameter]) -> dict[str, str]:
+    """Writes parameters of a spec as on the wire, by name.
+
+    Args:
+        spec: The spec.
+        rows: Those that are written.
+    """
+    return {row.name: str(getattr(spec.parameters, row.name)) for row in rows}
 
 
 def scale_sliders(sliders: Sliders, replicas: int, num_engines: int) -> Sliders:

@@ -157,6 +157,8 @@ class EngineSpec(PodFields):
     """Longest time from the start of an engine until it serves."""
     drain_timeout_seconds: Annotated[int, Field(strict=True, ge=0, le=86_400)] = 300
     """Longest time an engine may take to hand its work over before it stops."""
+    resume_timeout_seconds: Annotated[int, Field(strict=True, ge=0, le=3600)] = 30
+    """How long a stream that its client can resume goes on after its connection or its router was lost."""
     shared_memory: Quantity | None = None
     """Size of /dev/shm."""
     emulation: Emulation | None = None

@@ -8,7 +8,7 @@ from sluice.v1 import plan_pb2
 from sluice_operator.api.field_types import percent
 from sluice_operator.api.model_identity import identify_model
 from sluice_operator.api.proto_enums import PROTO_ROLES
-from sluice_operator.api.sliders import resolve_sliders, resolve_strategy
+from sluice_operator.api.sliders import resolve_sliders, resolve_strategy, write_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -47,7 +47,7 @@ def render_plan(
         cluster_uid=cluster_uid,
         generation=generation,
         strategy=strategy.name,
-        strategy_parameters={row.name: str(getattr(spec.parameters, row.name)) for row in strategy.parameters},
+        strategy_parameters=write_parameters(spec, strategy.parameters),
         slo_classes=_render_slo_classes(spec.slo),
         attainment_percent=percent(spec.slo.attainment),
         engines=[

@@ -19,7 +19,9 @@ def detach(state: RouterState, request_id: RequestId, now: float) -> None:
     detached = state.requests.detached
     if request_id not in state.requests.live or request_id in detached:
         return
-    detached[request_id] = now + state.limits.resume_s
+    # As long as engines keep requests of a lost router.
+    resume_s = max((engine.resume_s for engine in state.engines.connected.values()), default=0.0)
+    detached[request_id] = now + resume_s
     state.decision_log.record(now, request_id, "detached")
 
 
