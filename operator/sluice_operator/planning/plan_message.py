@@ -8,7 +8,7 @@ from sluice.v1 import plan_pb2
 from sluice_operator.api.field_types import percent
 from sluice_operator.api.model_identity import identify_model
 from sluice_operator.api.proto_enums import PROTO_ROLES
-from sluice_operator.api.sliders import resolve_sliders, resolve_strategy, write_parameters
+from sluice_operator.api.sliders import Sliders, resolve_sliders, resolve_strategy, write_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -50,15 +50,7 @@ def render_plan(
         strategy_parameters=write_parameters(spec, strategy.parameters),
         slo_classes=_render_slo_classes(spec.slo),
         attainment_percent=percent(spec.slo.attainment),
-        engines=[
-            plan_pb2.EnginePlan(
-                engine_id=engine_id,
-                role=PROTO_ROLES[role],
-                chunk_size_tokens=sliders.chunk_size_tokens(role),
-                is_draining=engine_id in draining,
-            )
-            for engine_id, role in roles.items()
-        ],
+        engines=[_render_engine(each, role, sliders, is_draining=each in draining) for each, role in roles.items()],
         unnamed_chunk_size_tokens=sliders.decode_heavy_tokens,
         # Routers that know no id were made before ids were: what they serve is the older model.
         served_model_name=models[-1].served_name or models[-1].name,
@@ -69,6 +61,15 @@ def render_plan(
         num_routers=spec.router.replicas,
         hold_seconds=count_hold_seconds(spec),
         owner_limits=[plan_pb2.OwnerLimits(**limits.model_dump(by_alias=False)) for limits in spec.router.auth.limits],
+    )
+
+
+def _render_engine(engine_id: EngineId, role: Role, sliders: Sliders, *, is_draining: bool) -> plan_pb2.EnginePlan:
+    return plan_pb2.EnginePlan(
+        engine_id=engine_id,
+        role=PROTO_ROLES[role],
+        chunk_size_tokens=sliders.chunk_size_tokens(role),
+        is_draining=is_draining,
     )
 
 
