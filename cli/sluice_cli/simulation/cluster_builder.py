@@ -51,6 +51,7 @@ def make_parameters(settings: SimulationSettings) -> FlowParameters:
         prefill_order=settings.prefill_order,
         grant_wait_s=settings.grant_wait_s,
         tpot_share=settings.tpot_share,
+        least_prefill_share=settings.least_prefill_share,
         late_ttft_factor=settings.late_ttft_factor,
         pack_share=settings.pack_share,
         credit_s=settings.credit_s,

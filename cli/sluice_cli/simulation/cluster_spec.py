@@ -146,6 +146,7 @@ def _make_settings(spec: ServingClusterSpec) -> SimulationSettings:
         batch_token_budget=parameters.batch_token_budget,
         grant_wait_s=parameters.grant_wait_milliseconds / 1e3,
         tpot_share=parameters.tpot_share_percent / 100,
+        least_prefill_share=parameters.least_prefill_percent / 100,
         late_ttft_factor=parameters.late_ttft_factor_percent / 100,
         pack_share=parameters.pack_share_percent / 100,
         credit_s=parameters.credit_milliseconds / 1000,

@@ -40,6 +40,7 @@ class SimulationSettings:
         prefill_order: The order of prompts, for ``flowprefill``.
         grant_wait_s: Longest wait of a finished prefill for a decode engine, for ``disaggregated``.
         tpot_share: Share of the TPOT objective that prefills may use up, for ``sluice``.
+        least_prefill_share: Share of the TPOT objective that prefills get beside decodes in any case, for ``sluice``.
         late_ttft_factor: How many times its TTFT objective a prompt waits by that cannot meet it, for ``sluice``.
         pack_share: Share of the TPOT objective up to which decodes gather on one engine, for ``sluice``; 0: never.
         credit_s: Prefill work that an engine is given ahead, for ``sluice``; 0: all of it.
@@ -90,6 +91,7 @@ class SimulationSettings:
     prefill_order: PrefillOrder = PrefillOrder.S_EDF
     grant_wait_s: float = 10.0
     tpot_share: float = 0.98
+    least_prefill_share: float = 0.1
     late_ttft_factor: float = 3.0
     pack_share: float = 0.7
     credit_s: float = 0.1
@@ -178,6 +180,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "prefill_order": lambda text: PrefillOrder(_read_choice(PrefillOrder)(text)),
     "grant_wait_s": _read_number(1e-3, 25.0),
     "tpot_share": _read_number(0.0, 1.0),
+    "least_prefill_share": _read_number(0.0, 1.0),
     "late_ttft_factor": _read_number(1.0, 4.0),
     "pack_share": _read_number(0.0, 1.0),
     "credit_s": _read_number(0.0, 1e3),
