@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import urllib.error
 import urllib.request
 from types import SimpleNamespace
@@ -74,8 +75,15 @@ def test_every_number_of_the_load_and_the_counters_has_a_metric():
 def test_readiness_follows_the_engine_and_liveness_does_not(address):
     assert get(f"{address.url}/readyz") == (200, "ready\n")
     address.state.is_ready = False
-    assert get(f"{address.url}/readyz")[0] == 503
+    assert get(f"{address.url}/readyz") == (503, "not ready\n")
     assert get(f"{address.url}/livez") == (200, "ok\n")
+
+
+def test_probes_write_no_lines_and_hold_no_process(address, capfd):
+    get(f"{address.url}/readyz")
+    assert capfd.readouterr() == ("", "")
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "metrics"]
+    assert thread.daemon
 
 
 def test_an_unknown_path_lists_the_known_ones(address):
