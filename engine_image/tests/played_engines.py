@@ -14,7 +14,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sluice_engine import core_messages
+from sluice_engine import core_encoding, core_messages
 from sluice_engine.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -217,15 +217,15 @@ class PlayedEngine:
         return request
 
     def command(self, command: core_messages.Command) -> Any:
-        (answer,) = core_messages.decode_answers(
-            self.core.scheduler.carry_out(core_messages.encode_commands([command]))
+        (answer,) = core_encoding.decode_answers(
+            self.core.scheduler.carry_out(core_encoding.encode_commands([command]))
         )
         self.tell(f"{command} -> {answer}")
         return answer
 
     def load(self) -> core_messages.SchedulerLoad:
-        (load,) = core_messages.decode_answers(
-            self.core.scheduler.carry_out(core_messages.encode_commands([core_messages.ReadLoadCommand()]))
+        (load,) = core_encoding.decode_answers(
+            self.core.scheduler.carry_out(core_encoding.encode_commands([core_messages.ReadLoadCommand()]))
         )
         return load
 
@@ -243,7 +243,7 @@ class PlayedEngine:
 
     def _take(self, output: Any) -> None:
         if output.request_id == core_messages.REPORT_ID:
-            report = core_messages.decode_report(output.kv_transfer_params)
+            report = core_encoding.decode_report(output.kv_transfer_params)
             for request_id in report.returned:
                 self.requests[request_id].is_returned = True
             self.refused += [item.request_id for item in report.refused]
@@ -253,7 +253,7 @@ class PlayedEngine:
             return
         request = self.requests[output.request_id]
         request.tokens += output.new_token_ids
-        request.handed_off = core_messages.decode_hand_off(output.kv_transfer_params)
+        request.handed_off = core_encoding.decode_hand_off(output.kv_transfer_params)
         if output.finish_reason is not None and not request.finish_reason:
             request.finish_reason = str(output.finish_reason)
         ended = f", {output.finish_reason} {request.handed_off}" if output.finish_reason is not None else ""
