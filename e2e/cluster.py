@@ -87,6 +87,11 @@ class Cluster:
         self.wait(f"another process is {name}", lambda _: self.processes("engine").get(name, {}).get("pid", pid) != pid)
         self.wait_ready()
 
+    def wait_router_replaced(self, name: str, pid: int) -> None:
+        """Wait until a router is another process than ``pid``, whose end is noticed a little later, and serves."""
+        self.wait(f"another process is {name}", lambda _: self.processes("router").get(name, {}).get("pid", pid) != pid)
+        self.wait_ready()
+
     def address(self, router: str = "router-0", port: str = "grpc") -> str:
         """Returns host:port of a router."""
         return f"127.0.0.1:{self.processes('router')[router]['ports'][port]}"

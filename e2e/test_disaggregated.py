@@ -6,13 +6,13 @@ Load alone brings the waits about: 64 streams, of which the decode engine has ro
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from cluster import Result, run_cluster
+from cluster import Result
+from strategy_cluster import ask_all, run_strategy
 from test_exactness import check
 
 if TYPE_CHECKING:
@@ -33,15 +33,10 @@ NUM_BLOCKS = 150  # of 32 tokens
 @pytest.fixture(scope="module")
 def disaggregated(tmp_path_factory: pytest.TempPathFactory, example: dict[str, Any], models: Path) -> Iterator[Cluster]:
     """One prefill and one decode engine, with little KV."""
-    manifest = json.loads(json.dumps(example))
-    manifest["metadata"]["name"] = "disaggregated"
-    spec = manifest["spec"]
-    spec.update(replicas=2, prefillHeavy=1, strategy="Disaggregated")
-    spec["slo"] = {"ttftMilliseconds": 600_000, "tpotMilliseconds": 60_000}
-    spec["engine"].update(maxModelLen=4096, extraArgs=[f"--num-gpu-blocks-override={NUM_BLOCKS + 1}"])
-    spec["router"].update(replicas=1, service={"port": HTTP_PORT})
-    with run_cluster(tmp_path_factory.mktemp("disaggregated"), manifest, models=models, ports=PORTS) as cluster:
-        cluster.wait_ready()
+    folder = tmp_path_factory.mktemp("disaggregated")
+    with run_strategy(
+        folder, example, "Disaggregated", models=models, ports=PORTS, http_port=HTTP_PORT, num_blocks=NUM_BLOCKS
+    ) as cluster:
         yield cluster
 
 
@@ -67,11 +62,7 @@ def has_waited(story: list[dict[str, Any]]) -> bool:
 async def test_prefills_wait_for_room_on_the_decode_engine_and_every_token_is_exact(
     disaggregated: Cluster, known: list[tuple[Request, Answer]]
 ) -> None:
-    asked = known[:NUM_STREAMS]
-    async with disaggregated.client() as client:
-        results = await asyncio.gather(*(client.generate(request) for request, _ in asked))
-    for result, (_, answer) in zip(results, asked, strict=True):
-        check(result, answer)
+    results = await ask_all(disaggregated, known[:NUM_STREAMS], NUM_STREAMS)
     stories = await list_stories(disaggregated, results)
     num_waits = sum(map(has_waited, stories))
     print(f"{num_waits} of {len(stories)} finished prefills waited for room")

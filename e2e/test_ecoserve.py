@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from cluster import Result, run_cluster
-from test_exactness import check
+from strategy_cluster import ask_all, run_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from cluster import Client, Cluster
+    from cluster import Cluster
     from workload import Answer, Request
 
 pytestmark = pytest.mark.engine
@@ -31,15 +28,10 @@ NUM_BLOCKS = 150  # of 32 tokens: one engine has no room for all streams
 @pytest.fixture(scope="module")
 def ecoserve(tmp_path_factory: pytest.TempPathFactory, example: dict[str, Any], models: Path) -> Iterator[Cluster]:
     """Two engines with little KV, in one macro instance."""
-    manifest = json.loads(json.dumps(example))
-    manifest["metadata"]["name"] = "ecoserve"
-    spec = manifest["spec"]
-    spec.update(replicas=2, prefillHeavy=1, strategy="EcoServe")
-    spec["slo"] = {"ttftMilliseconds": 600_000, "tpotMilliseconds": 60_000}
-    spec["engine"].update(maxModelLen=4096, extraArgs=[f"--num-gpu-blocks-override={NUM_BLOCKS + 1}"])
-    spec["router"].update(replicas=1, service={"port": HTTP_PORT})
-    with run_cluster(tmp_path_factory.mktemp("ecoserve"), manifest, models=models, ports=PORTS) as cluster:
-        cluster.wait_ready()
+    folder = tmp_path_factory.mktemp("ecoserve")
+    with run_strategy(
+        folder, example, "EcoServe", models=models, ports=PORTS, http_port=HTTP_PORT, num_blocks=NUM_BLOCKS
+    ) as cluster:
         yield cluster
 
 
@@ -57,18 +49,8 @@ async def count_switches(cluster: Cluster) -> dict[str, int]:
 async def test_load_alone_switches_phases_and_every_token_is_exact(
     ecoserve: Cluster, known: list[tuple[Request, Answer]]
 ) -> None:
-    asked = known[:NUM_REQUESTS]
     before = await count_switches(ecoserve)
-    open_ = asyncio.Semaphore(NUM_STREAMS)
-
-    async def ask(client: Client, request: Request) -> Result:
-        async with open_:
-            return await client.generate(request)
-
-    async with ecoserve.client() as client:
-        results = await asyncio.gather(*(ask(client, request) for request, _ in asked))
-    for result, (_, answer) in zip(results, asked, strict=True):
-        check(result, answer)
+    await ask_all(ecoserve, known[:NUM_REQUESTS], NUM_STREAMS)
     after = await count_switches(ecoserve)
     switches = {name: after[name] - before[name] for name in after}
     print(f"phase switches by engine: {switches}")

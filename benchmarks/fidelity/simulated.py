@@ -16,11 +16,12 @@ from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
 from sluice_core.sim.cell import Arrival
 from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.sim_engine import SimEngine
-from sluice_core.sim.goodput import TARGET, bisect_rate
+from sluice_core.sim.goodput import bisect_rate
 from sluice_core.sim.metrics import summarize
 from sluice_core.sim.requests import RequestState, SimRequest
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
+from sluice_core.slo import DEFAULT_ATTAINMENT
 from sluice_engine.settings import EmulationSettings
 from sluice_operator.api.serving_cluster import ServingCluster
 
@@ -145,7 +146,7 @@ def find_goodput_rps(cell: Cell, make_arrivals: Callable[[float], Sequence[Arriv
         if not arrivals:
             return None
         simulation = Simulation(cell, arrivals)
-        passes = simulation.run(most_missed=math.floor(len(arrivals) * (1.0 - TARGET) + 1e-9))
+        passes = simulation.run(most_missed=math.floor(len(arrivals) * (1.0 - DEFAULT_ATTAINMENT) + 1e-9))
         return summarize(simulation) if passes else None
 
     return bisect_rate(attempt, float(len(cell.engines))).rate_rps

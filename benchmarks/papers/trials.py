@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_cli.simulation.trace_files import load_rows
 from sluice_cli.simulation.worker_processes import start_workers
-from sluice_core.sim.goodput import TARGET, NoGoodputError, search_goodput
+from sluice_core.sim.goodput import NoGoodputError, search_goodput
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.workload import PoissonWorkload
+from sluice_core.slo import DEFAULT_ATTAINMENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -107,7 +108,11 @@ def run_trial(trial: PaperTrial) -> PaperResult:
     if trial.rate_rps is None:
         try:
             found = search_goodput(
-                cell, _make_workload(trial), duration_s=trial.duration_s, start_rps=trial.start_rps, target=TARGET
+                cell,
+                _make_workload(trial),
+                duration_s=trial.duration_s,
+                start_rps=trial.start_rps,
+                target=DEFAULT_ATTAINMENT,
             )
         except NoGoodputError:
             return PaperResult(rate_rps=0.0, summary=None)

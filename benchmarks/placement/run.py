@@ -40,7 +40,7 @@ from sluice_core.records import (
     Slo,
 )
 from sluice_core.scheduling.decode_flow import FlowPolicy
-from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.placement import LengthAwarePlacement
 from sluice_core.scheduling.prefix_index import PrefixIndex

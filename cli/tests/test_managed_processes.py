@@ -18,10 +18,10 @@ READY, DRAINING, DRAINED, LOST, CONNECTING = (
 )
 
 
-def make_engine(pid: int | None = 7, stale_epoch: int = 3) -> ManagedEngine:
+def make_engine(pid: int | None = 7, stale_epoch: int = 3, last_epoch: int = 3) -> ManagedEngine:
     site = EngineSite(engine_id=ENGINE, host="", port=0, metrics_port=0, kv_host="", kv_port=0, model_directory="")
     process: Any = SimpleNamespace(pid=pid)
-    return ManagedEngine(site=site, process=process, spec_hash="", stale_epoch=stale_epoch)
+    return ManagedEngine(site=site, process=process, spec_hash="", stale_epoch=stale_epoch, last_epoch=last_epoch)
 
 
 def make_status(
@@ -46,6 +46,7 @@ def make_status(
         (make_engine(), [make_status((ENGINE, 0, CONNECTING))], False, False),
         (make_engine(pid=None), [make_status((ENGINE, 4, READY))], False, True),
         (make_engine(), [make_status((ENGINE, 3, LOST)), make_status((ENGINE, 4, READY))], True, True),
+        (make_engine(last_epoch=4), [], False, True),
     ],
     ids=[
         "no router",
@@ -58,6 +59,7 @@ def make_status(
         "never connected",
         "no process",
         "one router knows more than another",
+        "the router has ended since",
     ],
 )
 def test_an_engine_serves_by_what_routers_say_of_its_present_process(

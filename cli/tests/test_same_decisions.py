@@ -257,6 +257,7 @@ def test_the_same_manifests_are_refused_for_the_same_reasons(spec: dict[str, Any
         pytest.param({"slo": {"ttftMilliseconds": 900, "tpotMilliseconds": 90}}, set(), id="objectives"),
         pytest.param({"strategy": "Aggregated"}, set(), id="strategy"),
         pytest.param({"engine": {"drainTimeoutSeconds": 7}}, {"engine"}, id="drain timeout"),
+        pytest.param({"engine": {"resumeTimeoutSeconds": 7}}, {"engine"}, id="resume timeout"),
         pytest.param({"router": {"drainTimeoutSeconds": 7}}, {"router"}, id="drain timeout of routers"),
         pytest.param({"autotune": {"mode": "Recommend"}}, set(), id="autotune"),
         pytest.param({"engine": {"maxBatchTokens": 4096}}, {"engine"}, id="largest batch"),

@@ -1,7 +1,7 @@
 """The records that policies read and return.
 
 Frozen records are facts at one moment; the mutable state that policies keep lives in the modules that own it
-(``scheduling.engine_table.EngineTable``, ``scheduling.decode_order.DecodeSet``). Times are seconds on the caller's
+(``scheduling.engine_table.EngineTable``, ``scheduling.decode_set.DecodeSet``). Times are seconds on the caller's
 monotonic clock.
 """
 
@@ -381,3 +381,4 @@ class Plan:
     num_routers: int = 1
     owner_limits: dict[str, OwnerLimits] = field(default_factory=dict)
     served_models: dict[str, str] = field(default_factory=dict)
+    hold_s: float = 0.0

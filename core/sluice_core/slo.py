@@ -16,6 +16,7 @@ from typing import Final
 
 from sluice_core.records import Slo
 
+DEFAULT_ATTAINMENT: Final = 0.9  # share of requests that should meet both objectives, where nobody says
 ATTAINMENT_WINDOW_S = 300.0  # met / finished over five minutes
 # Longest time that a router keeps a request which no engine takes; simulations that plan for it refuse it then too.
 ROUTER_WAIT_LIMIT_S = 30.0

@@ -7,7 +7,7 @@ from sluice_core.records import FlowParameters, RequestId, Role
 from sluice_core.scheduling.decode_flow import (
     FlowPolicy,
 )
-from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 

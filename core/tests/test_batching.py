@@ -14,7 +14,7 @@ from sluice_core.scheduling.batching import (
     EnginePolicy,
     RequestKind,
 )
-from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 
 POLICY = ChunkedPrefillPolicy()
 NOW = 100.0

@@ -14,7 +14,7 @@ from sluice_core.scheduling.decode_flow import (
     MAX_STANDING_PROPOSALS,
     PROPOSAL_BACKOFF_S,
 )
-from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 
 
 def test_output_lengths_are_counted_and_corrected():

@@ -26,6 +26,7 @@ from sluice_core.sim.cell import (
     Cell,
     ConfigureEvent,
     FailEvent,
+    LeaveEvent,
     LengthsKnown,
     NoGrant,
     RouterSetup,
@@ -35,7 +36,7 @@ from sluice_core.sim.cell import (
 )
 from sluice_core.sim.metrics import list_latencies, make_report, summarize
 from sluice_core.sim.requests import RequestState
-from sluice_core.sim.simulation import LeaveEvent, Simulation
+from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
 from sluice_core.strategies.dynaserve import DynaServeRules

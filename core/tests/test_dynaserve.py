@@ -20,7 +20,7 @@ from sluice_core.records import (
     Slo,
 )
 from sluice_core.scheduling.batching import EngineBatch
-from sluice_core.scheduling.decode_order import SPLIT_LEAD_TOKENS, SPLIT_RETRY_TOKENS, DecodeSet
+from sluice_core.scheduling.decode_set import SPLIT_LEAD_TOKENS, SPLIT_RETRY_TOKENS, DecodeSet
 from sluice_core.scheduling.splitting.profile_table import ProfileTable
 from sluice_core.sim.cell import Arrival, Cell, ConfigureEvent, FailEvent, LengthsKnown, SimOptions, TransferLink
 from sluice_core.sim.simulation import Simulation

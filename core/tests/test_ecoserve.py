@@ -25,7 +25,7 @@ from sluice_core.records import (
     Slo,
 )
 from sluice_core.scheduling.batching import EngineBatch, RequestKind
-from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.rolling.macro_instances import divide_engines
 from sluice_core.scheduling.rolling.phase_batching import PhaseBatching

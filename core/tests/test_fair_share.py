@@ -134,3 +134,23 @@ def test_what_is_kept_of_owners_is_bounded():
     for number in range(5000):
         share.place(f"owner-{number}", 10, 1)
     assert len(share._finishes) <= 1025
+
+
+def test_one_pass_interleaves_owners_by_weight_and_length():
+    """What the next pass would begin with follows from what this one places, so it has the same order."""
+    waiting = [Request(number, owner, tokens) for owner, tokens in (("a", 100), ("b", 50)) for number in range(6)]
+    owners = [one.owner for one in select(FairShare(), waiting, {})]
+    served = {"a": 0, "b": 0}
+    for owner in owners[:9]:
+        served[owner] += 100 if owner == "a" else 50
+    assert abs(served["a"] - served["b"]) <= 100
+    weighted = [one.owner for one in select(FairShare(), waiting, {"a": 4, "b": 1})][:6]
+    assert weighted.count("a") >= 4
+
+
+def test_one_pass_and_passes_of_one_request_have_the_same_order():
+    waiting = [Request(number, "abc"[number % 3], 100 + 37 * number % 500, number) for number in range(30)]
+    weights = {"a": 1, "b": 3, "c": 2}
+    whole = [one.number for one in select(FairShare(), waiting, weights)]
+    share, left = FairShare(), list(waiting)
+    assert [place_next(share, left, weights).number for _ in waiting] == whole

@@ -129,3 +129,45 @@ def test_a_cell_has_the_candidates_engines() -> None:
         ("d1", Role.DECODE_HEAVY, 128, 2000),
     ]
     assert (cell.parameters.watermark, cell.parameters.approaching_factor, cell.seed) == (0.9, 0.8, 3)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "replicas", "counts"),
+    [
+        (50, 50, 4, (2, 2)),
+        (51, 74, 4, None),
+        (25, 75, 8, (2, 6)),
+        (26, 74, 8, (3, 5)),
+        (0, 100, 3, (1, 2)),
+        (34, 66, 3, None),
+        (33, 67, 3, (1, 2)),
+    ],
+)
+def test_percent_are_whole_engines_within_the_bounds(low, high, replicas, counts) -> None:
+    assert PrefillHeavyBounds(low=low, high=high).resolve(replicas) == counts
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "replicas", "percent"),
+    [(3, 5, 20, (15, 25)), (1, 2, 24, (4, 9)), (7, 23, 24, (29, 96)), (40, 40, 40, (100, 100))],
+)
+def test_counts_scale_to_shares_that_are_no_narrower(low, high, replicas, percent) -> None:
+    scaled = PrefillHeavyBounds(low=low, high=high, is_percent=False).scale(replicas)
+    assert (scaled.low, scaled.high, scaled.is_percent) == (*percent, True)
+    as_percent = PrefillHeavyBounds(low=low, high=high)
+    assert as_percent.scale(replicas) is as_percent
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        ("strategies", "strategies"),
+        ("prefill_heavy_tokens", "chunk sizes of P-heavy engines"),
+        ("decode_heavy_tokens", "chunk sizes of D-heavy engines"),
+        ("watermarks", "watermarks"),
+        ("approaching_factors", "approaching factors"),
+    ],
+)
+def test_a_space_without_a_choice_is_refused_by_name(field, name) -> None:
+    with pytest.raises(ValueError, match=f"^there are no {name} to choose from$"):
+        make_space(**{field: ()})

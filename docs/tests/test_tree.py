@@ -53,6 +53,19 @@ def test_folders_stay_small_enough_to_read() -> None:
     assert {folder: count for folder, count in counts.items() if count > 18} == {}
 
 
+def test_functions_and_modules_stay_short_enough_to_read() -> None:
+    long = {
+        str(path.relative_to(ROOT)): count for path in MODULES if (count := len(path.read_text().splitlines())) > 500
+    }
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = (node.end_lineno or node.lineno) - node.lineno + 1
+                if count > 50:
+                    long[f"{path.relative_to(ROOT)}:{node.name}"] = count
+    assert long == {}
+
+
 def test_every_test_can_fail() -> None:
     """A test asserts something, itself or by what it calls; helpers are known by their bare names."""
     functions = [

@@ -16,7 +16,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sluice_engine import core_messages
+from sluice_engine import core_encoding, core_messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -198,8 +198,8 @@ class Engine:
 
     def command(self, command: core_messages.Command) -> Any:
         """Sends one command and returns its answer."""
-        (answer,) = core_messages.decode_answers(
-            self.client.call_utility(core_messages.UTILITY, core_messages.encode_commands([command]))
+        (answer,) = core_encoding.decode_answers(
+            self.client.call_utility(core_messages.UTILITY, core_encoding.encode_commands([command]))
         )
         return answer
 
@@ -244,7 +244,7 @@ class Engine:
     def _take_in(self, outputs: Any) -> None:
         for output in outputs.outputs:
             if output.request_id == core_messages.REPORT_ID:
-                report = core_messages.decode_report(output.kv_transfer_params)
+                report = core_encoding.decode_report(output.kv_transfer_params)
                 self.reports.append(report)
                 for request_id in report.returned:
                     self.parts[request_id].is_returned = True
@@ -258,7 +258,7 @@ class Engine:
                 part.logprobs += [float(row[0]) for row in output.new_logprobs.logprobs]
             part.finish_reason = None if output.finish_reason is None else str(output.finish_reason)
             part.stop_reason = output.stop_reason
-            part.handed_off = core_messages.decode_hand_off(output.kv_transfer_params)
+            part.handed_off = core_encoding.decode_hand_off(output.kv_transfer_params)
 
     def abort(self, *parts: Part) -> None:
         self.client.abort_requests([part.request_id for part in parts])

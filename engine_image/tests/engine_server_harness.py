@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sluice.v1 import engine_pb2 as wire
-from sluice_engine import core_messages
+from sluice_engine import core_encoding, core_messages
 
 if TYPE_CHECKING:
     from fake_core import Clock, Core
@@ -61,7 +61,7 @@ class Engine:
         if report is not None:
             outputs = (
                 *outputs,
-                output(core_messages.REPORT_ID, (), kv_transfer_params=core_messages.encode_report(report)),
+                output(core_messages.REPORT_ID, (), kv_transfer_params=core_encoding.encode_report(report)),
             )
         self.server.take_outputs(SimpleNamespace(outputs=list(outputs)), self.clock.now_s)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import harness_faults
 
-from sluice_engine import core_messages
+from sluice_engine import core_encoding, core_messages
 from sluice_engine.errors import SubmitRefusedError
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class Core:
             raise RuntimeError("scheduler raised")
         with harness_faults.recorded():
             assert method == core_messages.UTILITY
-            commands = core_messages.decode_commands(args[0])
+            commands = core_encoding.decode_commands(args[0])
             self.commands += commands
-            return core_messages.encode_answers([self.answer(command) for command in commands])
+            return core_encoding.encode_answers([self.answer(command) for command in commands])
 
     def answer(self, command: core_messages.Command) -> core_messages.Answer:
         if type(command) in self.answers:

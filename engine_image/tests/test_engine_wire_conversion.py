@@ -13,7 +13,7 @@ from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import plan_pb2, sampling_pb2
 from sluice.wire_fields import constraint_names
 from sluice_core.records import MoveCause, Role
-from sluice_engine import core_messages
+from sluice_engine import core_encoding, core_messages
 from sluice_engine.errors import SubmitRefusedError
 from sluice_engine.server import wire_conversion
 from sluice_engine.settings import EngineSettings
@@ -144,7 +144,7 @@ def test_a_plain_request_has_vllms_defaults(builder):
     assert (parameters.max_tokens, parameters.temperature, parameters.top_k, parameters.top_p) == (8, 1.0, 0, 1.0)
     assert (parameters.logprobs, parameters.seed, parameters.structured_outputs) == (None, None, None)
     assert parameters.detokenize is False
-    assert core_messages.decode_extras(parameters.extra_args).submit_number == 5
+    assert core_encoding.decode_extras(parameters.extra_args).submit_number == 5
 
 
 @pytest.mark.parametrize(

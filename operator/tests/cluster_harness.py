@@ -14,6 +14,8 @@ from sluice_operator.planning.plan import read_plan
 from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:
+    from sluice_operator.autoscaling.capacity_messages import CapacityRequest, CapacityResult
+    from sluice_operator.autoscaling.capacity_process import RunCapacitySearch
     from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
     from sluice_operator.autotune.search_process import RunSearch
 
@@ -33,6 +35,7 @@ class World:
         # Clusters that were enqueued, and what runs searches for sliders.
         self.enqueued: list[ClusterKey] = []
         self.run_search: RunSearch | None = None
+        self.run_capacity_search: RunCapacitySearch | None = None
         # At which the last reconcile ended.
         self.last_error: KubernetesError | None = None
         self.reconciler = self.start_operator()
@@ -50,8 +53,13 @@ class World:
             wall_s=lambda: self.now,
             enqueue=self.enqueued.append,
             run_search=self._run_search,
+            run_capacity_search=self._run_capacity_search,
         )
         return self.reconciler
+
+    async def _run_capacity_search(self, request: CapacityRequest) -> CapacityResult:
+        assert self.run_capacity_search is not None, "nobody expects a search for capacity"
+        return await self.run_capacity_search(request)
 
     async def _run_search(self, request: SearchRequest) -> SearchResult:
         assert self.run_search is not None, "nobody expects a search"

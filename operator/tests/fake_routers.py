@@ -50,6 +50,8 @@ class FakeRouters:
         self.num_fitted_iterations = 0
         # Requests that ended, met their objectives and failed: on each engine, and on all ("").
         self.outcomes: dict[str, tuple[int, int, int]] = {}
+        # Requests that arrived so far, are inside and wait, on all routers together.
+        self.num_arrived = self.num_inside = self.num_waiting = 0
         self.transport = "tcp"
         self.server_names: dict[str, str] = {}
         # Engines that never finish draining, engines that do not take up new plans, and routers that do not answer.
@@ -65,6 +67,8 @@ class FakeRouters:
         fresh.outcomes = self.outcomes
         fresh.samples, fresh.latency = self.samples, self.latency
         fresh.num_fitted_iterations = self.num_fitted_iterations
+        fresh.num_arrived, fresh.num_inside = self.num_arrived, self.num_inside
+        fresh.num_waiting = self.num_waiting
         return fresh
 
     def set_routers(
@@ -135,13 +139,17 @@ class FakeRouters:
                     max_num_seqs=256,
                 )
             )
+        is_first = name == min(self.addresses[key])
         return control_pb2.GetStatusResponse(
+            num_arrived=self.num_arrived if is_first else 0,
+            num_requests=self.num_inside if is_first else 0,
+            num_waiting=self.num_waiting if is_first else 0,
             router_id=name,
             cluster_uid=plan.cluster_uid,
             generation=plan.generation,
             acknowledged_generation=plan.generation,
             engines=engines,
-            classes=self.counters if name == min(self.addresses[key]) else [],
-            samples=self.samples if name == min(self.addresses[key]) else [],
+            classes=self.counters if is_first else [],
+            samples=self.samples if is_first else [],
             is_ready=bool(engines),
         )

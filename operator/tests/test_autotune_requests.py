@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 from tuner_harness import APPLY, BOUNDS, FOUND, make_answer, make_question, make_samples, make_spec
@@ -12,7 +13,9 @@ from tuner_harness import APPLY, BOUNDS, FOUND, make_answer, make_question, make
 from sluice.v1 import control_pb2
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
-from sluice_core.records import EarlyRejection, IterationShape, Role
+from sluice_core.planning.search import SearchEffort
+from sluice_core.planning.trials import TrialResult
+from sluice_core.records import EarlyRejection, FlowParameters, IterationShape, Role
 from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS
 from sluice_core.slo import ROUTER_WAIT_LIMIT_S, SloCounts
 from sluice_operator.api.condition_types import Reason
@@ -49,6 +52,10 @@ from sluice_operator.autotune.workload import (
     WorkloadSample,
     read_workload,
 )
+
+if TYPE_CHECKING:
+    from sluice_core.planning.trials import SearchTrial
+    from sluice_operator.autotune.search_messages import SearchRequest
 
 READY, STARTING, DRAINING = (
     control_pb2.ENGINE_STATE_READY,
@@ -296,14 +303,17 @@ def test_a_search_has_the_objectives_and_parameters_of_the_spec() -> None:
             "approachingFactorPercent": 80,
             "earlyRejection": "Reject",
             "minTokensBetweenMoves": 7,
+            "tpotSharePercent": 75,
+            "creditMilliseconds": 40,
+            "macroInstanceMost": 5,
+            "tbtTargetMilliseconds": 60,
         },
     )
     constraints = make_constraints(spec)
     assert [
         (each.name, each.ttft_milliseconds, each.tpot_milliseconds, each.priority) for each in constraints.classes
     ] == [("", 1000, 50, 0), ("chat", 300, 30, 2)]
-    assert (constraints.target, constraints.watermark, constraints.approaching_factor) == (0.95, 0.9, 0.8)
-    assert (constraints.early_rejection, constraints.min_tokens_between_moves) == ("Reject", 7)
+    assert constraints.target == 0.95
     problem = make_problem(replace(make_question(), constraints=constraints))
     assert (problem.slo.ttft_s, problem.slo.tpot_s) == (1.0, 0.05)
     assert [(each.name, each.slo.ttft_s, each.slo.tpot_s, each.priority) for each in problem.classes] == [
@@ -311,9 +321,16 @@ def test_a_search_has_the_objectives_and_parameters_of_the_spec() -> None:
     ]
     parameters = problem.parameters
     assert (parameters.early_rejection, parameters.min_tokens_between_moves) == (EarlyRejection.REJECT, 7)
-    assert parameters.prefill_batch_tokens == constraints.prefill_batch_tokens
-    assert parameters.batch_token_budget == constraints.batch_token_budget
-    assert parameters.grant_wait_s == constraints.grant_wait_milliseconds / 1000
+    assert (parameters.watermark, parameters.approaching_factor) == (0.9, 0.8)
+    # Those of strategies that have other parameters than TaiChi count too.
+    assert (parameters.tpot_share, parameters.credit_s) == (0.75, 0.04)
+    assert (parameters.macro_instance_most, parameters.tbt_target_s) == (5, 0.06)
+    defaults = FlowParameters()
+    assert (parameters.prefill_batch_tokens, parameters.grant_wait_s, parameters.batch_token_budget) == (
+        defaults.prefill_batch_tokens,
+        defaults.grant_wait_s,
+        defaults.batch_token_budget,
+    )
     assert (problem.options.schedules_ahead, problem.options.wait_limit_s) == (True, ROUTER_WAIT_LIMIT_S)
     assert list(problem.engines) == [1]
     row, first = problem.rows[3], make_question().workload.rows[3]
@@ -575,3 +592,101 @@ def test_sliders_take_the_place_of_the_specs_and_nothing_else_changes() -> None:
     back = {"prefill_heavy": cluster.spec.prefill_heavy, "chunk_sizes": cluster.spec.chunk_sizes}
     assert tuned.spec.model_copy(update=back) == cluster.spec
     assert tuned.model_copy(update={"spec": cluster.spec}) == cluster
+
+
+# --- the search, its runs stood in for by a formula ----------------------------------------------------------------
+
+
+class Formula:
+    """Attainment is ``target`` at a candidate's goodput, which its share of P-heavy engines and its seed decide."""
+
+    best_rps = 4.0
+    trials: list[SearchTrial]
+
+    def __init__(self, problem: object) -> None:
+        del problem
+
+    @classmethod
+    def find_goodput_rps(cls, trial: SearchTrial) -> float:
+        candidate = trial.candidate
+        distance = abs(candidate.num_prefill_heavy - 3) + abs(math.log2(candidate.prefill_heavy_tokens / 1024))
+        distance += abs(candidate.decode_heavy_tokens - 128) / 512
+        return cls.best_rps * (1.0 - 0.1 * distance) * (1.0 + 0.01 * (trial.seed % 1000))
+
+    def evaluate(self, trial: SearchTrial) -> TrialResult:
+        self.trials.append(trial)
+        over = math.log(trial.rate_rps / self.find_goodput_rps(trial))
+        return TrialResult(trial=trial, attainment=min(1.0, max(0.0, 0.9 - 4.0 * over)), num_iterations=1)
+
+
+@pytest.fixture
+def formula(monkeypatch: pytest.MonkeyPatch) -> type[Formula]:
+    class Fresh(Formula):
+        trials: ClassVar[list[SearchTrial]] = []
+
+    monkeypatch.setattr(searching, "TrialEvaluator", Fresh)
+    return Fresh
+
+
+def ask(rate_rps: float = 2.0, **changes: object) -> SearchRequest:
+    question = make_question(replicas=4, chunkSizes={"prefillHeavy": 256, "decodeHeavy": 128}, **changes)
+    return replace(question, workload=replace(question.workload, rate_rps=rate_rps))
+
+
+@pytest.mark.parametrize(
+    ("rate_rps", "predicted_rps", "in_force_rps"),
+    [(2.0, 2.0, 2.0), (4.5, 4.5, None), (40.0, None, None)],
+    ids=["little", "a little too much", "far too much"],
+)
+def test_a_search_says_what_it_found_and_what_to_expect(formula, rate_rps, predicted_rps, in_force_rps) -> None:
+    request = ask(rate_rps)
+    result = searching.search(request)
+    assert result.sliders == Sliders(num_prefill_heavy=3, prefill_heavy_tokens=1024, decode_heavy_tokens=128)
+    # Seeds 1 and 2 of the search; the sliders in force are one engine and two halvings away.
+    assert result.goodput_rps == pytest.approx(4.0 * 1.015, rel=0.01)
+    assert result.in_force_goodput_rps == pytest.approx(0.7 * 4.0 * 1.015, rel=0.01)
+    assert result.gain == pytest.approx(1 / 0.7 - 1, rel=0.03)
+    assert result.least_gain == pytest.approx(1 / 0.7 - 1, rel=0.05)
+    fresh = [trial for trial in formula.trials if trial.seed in searching.FRESH_SEEDS]
+    assert [trial.seed for trial in fresh] == [*searching.FRESH_SEEDS] * 2
+    best, present = fresh[:2], fresh[2:]
+    assert best[0].candidate.prefill_heavy_tokens == 1024
+    assert present[0].candidate == make_candidate(request)
+    # Far above the goodput nothing is simulated: 1.3 times it, or of half of the best one's.
+    most_rps = searching.MAX_OVERLOAD * result.goodput_rps
+    assert best[0].rate_rps == pytest.approx(predicted_rps or most_rps)
+    most_rps = searching.MAX_OVERLOAD * result.in_force_goodput_rps
+    assert present[0].rate_rps == pytest.approx(in_force_rps or most_rps)
+    effort = replace(make_effort(make_problem(request)), most_requests=searching.MAX_PREDICTED_REQUESTS)
+    assert [trial.duration_s for trial in fresh] == [effort.choose_duration_s(trial.rate_rps) for trial in fresh]
+    for trials, attainment in ((best, result.attainment), (present, result.in_force_attainment)):
+        expected = [min(1.0, max(0.0, 0.9 - 4.0 * math.log(t.rate_rps / formula.find_goodput_rps(t)))) for t in trials]
+        assert attainment == pytest.approx(sum(expected) / 2)
+
+
+def test_a_search_is_as_long_as_it_is_told(formula) -> None:
+    effort = SearchEffort(seeds=(5,), duration_s=33.0, num_compared=1)
+    searching.search(ask(), effort)
+    assert {trial.seed for trial in formula.trials} == {5, *searching.FRESH_SEEDS}
+    assert max(trial.duration_s for trial in formula.trials) == 33.0
+
+
+def test_less_than_a_request_in_a_whole_run_is_nothing_and_has_an_attainment(formula) -> None:
+    formula.best_rps = 1e-5
+    effort = SearchEffort(seeds=(1,), duration_s=100.0, most_duration_s=100.0, num_compared=1)
+    result = searching.search(ask(), effort)
+    assert (result.goodput_rps, result.in_force_goodput_rps, result.gain, result.least_gain) == (0.0, 0.0, 0.0, 0.0)
+    fresh = [trial.rate_rps for trial in formula.trials if trial.seed in searching.FRESH_SEEDS]
+    assert fresh == [pytest.approx(searching.MIN_PREDICTED_REQUESTS / 100.0)] * 4
+    assert result.attainment == 0.0
+
+
+def test_what_counts_as_something_is_one_request(formula) -> None:
+    formula.best_rps = 0.05
+    effort = SearchEffort(seeds=(1,), duration_s=100.0, most_duration_s=100.0, num_compared=1)
+    result = searching.search(ask(), effort)
+    assert result.goodput_rps == pytest.approx(0.05, rel=0.05)
+    assert result.in_force_goodput_rps == pytest.approx(0.035, rel=0.05)
+    short = searching.search(ask(), replace(effort, most_duration_s=21.0))
+    assert short.goodput_rps == pytest.approx(0.05, rel=0.05)
+    assert (short.in_force_goodput_rps, short.gain) == (0.0, math.inf)

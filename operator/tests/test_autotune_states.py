@@ -10,6 +10,7 @@ from autotune_harness import BOUNDS, COOLDOWN_S, ENGINE, FOR_LONG, FOR_SHORT, LO
 
 from sluice_core.slo import SloCounts
 from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune import decision
 from sluice_operator.autotune.decision import (
     HISTORY_COOLDOWNS,
@@ -384,10 +385,61 @@ def test_an_edit_forgets_all_but_when_it_was() -> None:
 def test_another_size_scales_what_is_in_force_and_what_may_return() -> None:
     state = decision.decide(put_on_trial(start=None), observe(request=None, replicas=8, is_settled=False))
     assert (state.replicas, state.tuned) == (8, replace(FOR_LONG, num_prefill_heavy=6))
-    assert state.trial == replace(put_on_trial(start=None).trial, former=replace(FOR_SHORT, num_prefill_heavy=2))
+    # What was measured of another size says nothing: the trial begins anew.
+    before = put_on_trial(start=None).trial
+    assert state.trial == replace(before, former=replace(FOR_SHORT, num_prefill_heavy=2), started_s=NOW)
     from_spec = decision.decide(put_on_trial(start=None, former=None), observe(request=None, replicas=8))
     assert from_spec.trial is not None
     assert from_spec.trial.former is None
+
+
+def test_a_size_that_was_searched_for_has_its_own_sliders_unless_they_failed_or_others_are_on_trial() -> None:
+    sized = Sliders(num_prefill_heavy=5, prefill_heavy_tokens=256, decode_heavy_tokens=32)
+    larger = observe(request=None, replicas=8, sized=sized)
+    found = decision.decide(make_state(tuned=FOR_LONG), larger)
+    assert (found.replicas, found.tuned, found.home, found.baseline) == (8, sized, None, ENOUGH)
+    failed = decision.decide(make_state(tuned=FOR_LONG, rejected=frozenset({sized})), larger)
+    assert failed.tuned == replace(FOR_LONG, num_prefill_heavy=6)
+    on_trial = decision.decide(put_on_trial(start=None), replace(larger, is_settled=False))
+    assert on_trial.tuned == replace(FOR_LONG, num_prefill_heavy=6)
+
+
+def test_sliders_come_back_from_one_engine_and_from_none_as_they_were() -> None:
+    """From one engine no mix can be told: what counts is what was found, and for how many."""
+    state = make_state(tuned=FOR_LONG)
+    one = decision.decide(state, observe(request=None, replicas=1))
+    assert (one.replicas, one.home) == (1, (4, FOR_LONG))
+    assert one.tuned == replace(FOR_LONG, num_prefill_heavy=1)
+    none = decision.decide(one, observe(request=None, replicas=0))
+    assert none == one
+    back = decision.decide(none, observe(request=None, replicas=4))
+    assert (back.replicas, back.tuned) == (4, FOR_LONG)
+    specs = decision.decide(make_state(), observe(request=None, replicas=8))
+    assert (specs.tuned, specs.home, specs.replicas) == (None, None, 8)
+
+
+@pytest.mark.parametrize(
+    ("tuned", "words"),
+    [
+        (None, "; strategy Auto is TaiChi, the default"),
+        (replace(FOR_LONG, strategy="sluice"), "; strategy Auto is Sluice, as a search chose"),
+    ],
+)
+def test_the_condition_names_the_strategy_where_it_is_the_tuners_to_choose(tuned, words) -> None:
+    state = make_state(tuned=tuned)
+    plain = decision.describe_status(state, observe())
+    auto = decision.describe_status(state, observe(chooses_strategy=True))
+    assert auto == replace(plain, message=plain.message + words)
+
+
+@pytest.mark.parametrize("of_former", [False, True])
+def test_stored_sliders_of_a_strategy_that_is_unknown_are_ignored(of_former) -> None:
+    odd = replace(FOR_LONG, strategy="unheard-of")
+    trial = replace(STORED.trial, former=odd if of_former else FOR_SHORT)
+    stored = replace(STORED, sliders=FOR_LONG if of_former else odd, trial=trial)
+    assert StoredSliders.from_json(stored.to_json()) is None
+    known = replace(stored, sliders=replace(FOR_LONG, strategy="sluice"), trial=STORED.trial)
+    assert StoredSliders.from_json(known.to_json()) == known
 
 
 def test_a_trial_is_judged_though_nothing_can_be_searched() -> None:

@@ -445,6 +445,8 @@ def test_transitions_make_events_and_measurements_do_not() -> None:
         ("Progressing", "False", "RolloutStopped", True),
         ("Autotuned", "False", "Off", False),
         ("Autotuned", "False", "SearchFailed", True),
+        ("Autoscaled", "False", "AtMaximum", True),
+        ("Autoscaled", "False", "Off", False),
         ("NetworkReady", "Unknown", "NoReport", False),
     ],
 )

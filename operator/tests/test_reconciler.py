@@ -48,6 +48,7 @@ async def test_a_new_cluster_gets_its_children_a_plan_and_roles() -> None:
         "NetworkReady": ("True", "TCP"),
         "SLOMet": ("Unknown", "NoTraffic"),
         "Autotuned": ("False", "Off"),
+        "Autoscaled": ("False", "Off"),
     }
     assert world.status["effective"] == {
         "prefillHeavy": 2,

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from sluice_core.planning.capacity_curve import CapacityCurve
-from sluice_operator.autoscaling.decision import ScalerObservation, ScalerState, decide
+from sluice_operator.autoscaling.decision import ScalerObservation, ScalerState, decide, restart
 
 CURVE = CapacityCurve(((1, 2.0),))
 OBSERVATION = ScalerObservation(
@@ -90,9 +90,10 @@ def test_bounds_hold_while_nothing_is_known_of_the_engines():
 def test_an_idle_cluster_goes_to_zero_after_the_window_and_no_sooner():
     scaler = Watched(min_replicas=0)
     scaler.watch(1.2, 600.0)
-    sizes = scaler.watch(0.0, 3000.0)
-    assert set(sizes[: round(300.0 / STEP_S)]) == {1}
+    sizes = scaler.watch(0.0, 300.0)
+    assert set(sizes[:-1]) == {1}
     assert sizes[-1] == 0
+    assert set(scaler.watch(0.0, 3000.0)) == {0}
 
 
 def test_a_request_that_still_runs_keeps_an_engine():
@@ -142,40 +143,47 @@ class PlainScaler:
 
     def __init__(self) -> None:
         self.began_s: float | None = None
+        self.active_s = self.num_arrived = 0.0
         self.wanted: list[tuple[float, int]] = []
 
     def decide(self, state: ScalerState, seen: ScalerObservation) -> int:
         """Decides by the demand that the scaler has counted."""
         if self.began_s is None:
-            self.began_s = seen.now
-        bounded = partial(clamp, low=seen.min_replicas, high=seen.max_replicas)
-        wanted = self.want(state, seen, bounded)
+            self.began_s = self.active_s = seen.now
+            self.num_arrived = seen.num_arrived
+        if seen.num_arrived > self.num_arrived or seen.num_inside:
+            self.active_s = seen.now
+        self.num_arrived = seen.num_arrived
+        bounded = partial(clamp, seen=seen)
+        is_idle = not seen.num_inside and (seen.replicas == 0 or seen.now - self.active_s >= seen.down_window_s)
+        wanted = seen.min_replicas if is_idle else self.want(state, seen, bounded)
         self.wanted.append((seen.now, wanted))
         if seen.replicas == 0:
             return wanted
         is_up = wanted > seen.replicas
+        if not is_up and seen.is_trial:
+            return bounded(seen.replicas)
+        if not is_up and is_idle:
+            return wanted
         window_s = seen.up_window_s if is_up else seen.down_window_s
         if seen.now - self.began_s < window_s:
-            return seen.replicas if is_up else bounded(seen.replicas)
+            return bounded(seen.replicas)
         recent = [number for at_s, number in self.wanted if at_s > seen.now - window_s] + [wanted]
-        return max(min(recent), seen.replicas) if is_up else bounded(min(max(recent), seen.replicas))
+        return bounded(max(min(recent), seen.replicas) if is_up else min(max(recent), seen.replicas))
 
     def want(self, state: ScalerState, seen: ScalerObservation, bounded) -> int:
-        demand = state.demand
-        if not (seen.num_inside or demand.bin_count or any(demand.counts)) and (
-            seen.replicas == 0 or seen.now - self.began_s >= seen.down_window_s
-        ):
-            return seen.min_replicas
         if seen.capacity is None:
             return bounded(max(seen.replicas, 1))
-        rate_rps = demand.forecast_rps * demand.headroom + seen.num_waiting / 30.0
+        rate_rps = state.demand.forecast_rps * state.demand.headroom + seen.num_waiting / 30.0
         sizes = range(1, max(seen.max_replicas, 1))
         enough = [number for number in sizes if seen.capacity.estimate_goodput_rps(number) >= rate_rps]
         return bounded(1 if rate_rps <= 0.0 else enough[0] if enough else seen.max_replicas)
 
 
-def clamp(number: int, *, low: int, high: int) -> int:
-    return min(max(number, low), high)
+def clamp(number: int, *, seen: ScalerObservation) -> int:
+    """Within the bounds, and none or as many as can serve."""
+    within = min(max(number, seen.min_replicas), seen.max_replicas)
+    return max(within, seen.least_serving) if within else 0
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -190,6 +198,7 @@ def test_the_scaler_decides_as_a_plain_reading_has_it(seed: int) -> None:
         up_window_s=rng.choice((0.0, 40.0, 180.0)),
         down_window_s=rng.choice((0.0, 100.0, 300.0)),
         start_s=rng.choice((20.0, 300.0)),
+        least_serving=rng.choice((1, 1, 2)),
         capacity=rng.choice((None, CURVE, CapacityCurve(((1, 1.0), (4, 6.0))))),
     )
     state, plain, rate_rps = ScalerState(), PlainScaler(), rng.choice((0.0, 4.0))
@@ -205,6 +214,7 @@ def test_the_scaler_decides_as_a_plain_reading_has_it(seed: int) -> None:
             num_arrived=seen.num_arrived + arrived if rng.random() > 0.01 else 0.0,
             num_waiting=waiting,
             num_inside=waiting + rng.randrange(3) if rate_rps else 0,
+            is_trial=rng.random() < 0.1,
         )
         state = decide(state, seen)
         assert state.replicas == plain.decide(state, seen)
@@ -222,3 +232,11 @@ def test_arrivals_count_from_the_first_look_on_and_reach_as_far_as_a_start() -> 
     second = decide(first, replace(OBSERVATION, now=53.0, num_arrived=507.0, start_s=90.0))
     assert (second.num_arrived, second.began_s, second.demand.bin_count) == (507.0, 50.0, 7.0)
     assert second.demand.lead_s == 90.0
+
+
+def test_another_number_of_engines_begins_its_windows_anew_and_keeps_the_demand() -> None:
+    scaler = Watched()
+    scaler.watch(6.0, 600.0)
+    state = restart(scaler.state, 777.0)
+    assert (state.began_s, state.active_s, state.recommendations, state.replicas) == (777.0, 777.0, (), None)
+    assert (state.demand, state.num_arrived) == (scaler.state.demand, scaler.state.num_arrived)

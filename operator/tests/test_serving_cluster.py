@@ -65,6 +65,7 @@ DEFAULTS = {
     "engine.maxModelLen": None,
     "engine.startupTimeoutSeconds": 1800,
     "engine.drainTimeoutSeconds": 300,
+    "engine.resumeTimeoutSeconds": 30,
     "network.mode": "TCP",
     "network.kvPort": 5600,
     "router.replicas": 2,

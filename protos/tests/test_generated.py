@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor, FileDescriptor
 
-from sluice.v1 import control_pb2, engine_pb2, plan_pb2, router_pb2, sampling_pb2
+from sluice.v1 import control_pb2, engine_pb2, plan_pb2, resume_pb2, router_pb2, sampling_pb2
 
 PROTOS = Path(__file__).parents[1]
-FILES: list[FileDescriptor] = [m.DESCRIPTOR for m in (control_pb2, engine_pb2, plan_pb2, router_pb2, sampling_pb2)]
+FILES: list[FileDescriptor] = [
+    m.DESCRIPTOR for m in (control_pb2, engine_pb2, plan_pb2, resume_pb2, router_pb2, sampling_pb2)
+]
 GENERATED = sorted(p.relative_to(PROTOS) for p in PROTOS.glob("sluice/v1/*_pb2*.py*"))
 ENUMS: list[EnumDescriptor] = [enum for file in FILES for enum in file.enum_types_by_name.values()]
 

@@ -21,7 +21,9 @@ from sluice_router.errors import (
     RouterError,
     ShuttingDownError,
     SloInfeasibleError,
+    TakenOverError,
     UnauthenticatedError,
+    UnknownStreamError,
     UnsupportedEndpointError,
 )
 
@@ -69,6 +71,10 @@ ERROR_STATUSES: dict[type[RouterError], ErrorStatus] = {
         grpc_status=grpc.StatusCode.UNIMPLEMENTED,
     ),
     BodyTooLargeError: ErrorStatus(http_status=413, type="invalid_request_error", grpc_status=_EXHAUSTED),
+    UnknownStreamError: ErrorStatus(
+        http_status=404, type="invalid_request_error", grpc_status=grpc.StatusCode.NOT_FOUND
+    ),
+    TakenOverError: ErrorStatus(http_status=409, type="invalid_request_error", grpc_status=grpc.StatusCode.ABORTED),
     ClientGoneError: ErrorStatus(http_status=499, type="client_error", grpc_status=grpc.StatusCode.CANCELLED),
     SloInfeasibleError: ErrorStatus(http_status=429, type="rate_limit_error", grpc_status=_EXHAUSTED),
     QueueFullError: ErrorStatus(http_status=429, type="rate_limit_error", grpc_status=_EXHAUSTED),

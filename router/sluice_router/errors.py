@@ -9,6 +9,8 @@ RouterError
 │   ├── ModelNotFoundError
 │   ├── UnsupportedEndpointError
 │   ├── BodyTooLargeError
+│   ├── UnknownStreamError        nobody has the answer that a client wants to go on with
+│   ├── TakenOverError            the client goes on with the answer elsewhere
 │   └── ClientGoneError
 ├── OverloadError           try again later
 │   ├── SloInfeasibleError
@@ -95,6 +97,18 @@ class BodyTooLargeError(RequestError):
     """The body exceeds the limit."""
 
     default_code = "body_too_large"
+
+
+class UnknownStreamError(RequestError):
+    """Nobody has the answer that the client wants to go on with, or not up to where the client is."""
+
+    default_code = "unknown_stream"
+
+
+class TakenOverError(RequestError):
+    """The client goes on with the answer on another connection."""
+
+    default_code = "taken_over"
 
 
 class ClientGoneError(RequestError):

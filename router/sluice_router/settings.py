@@ -31,6 +31,9 @@ class Limits(BaseModel):
         ge=0,
         description="longest wait of a request for the engine whose stream broke, before it goes elsewhere",
     )
+    claim_timeout_s: float = Field(
+        default=1.0, gt=0, description="longest wait for what engines know of an answer that a client resumes"
+    )
     hello_timeout_s: float = Field(default=10.0, gt=0, description="longest wait for an engine's first message")
     wait_limit_s: float = Field(default=ROUTER_WAIT_LIMIT_S, gt=0, description="longest wait for an engine")
     max_waiting: int = Field(

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import json
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,8 +17,8 @@ from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_core.records import RequestId
 from sluice_router.api import openai_responses
 from sluice_router.api.response_streams import AnswerProgress, SseResponseStream
-from sluice_router.errors import InvalidRequestError, RouterError
-from sluice_router.scheduling.requests import Finish, NewRequest, ResponseStream, ServedModel, Usage
+from sluice_router.errors import InvalidRequestError, RouterError, TakenOverError, UnknownStreamError
+from sluice_router.scheduling.requests import Finish, FoundRequest, NewRequest, ResponseStream, ServedModel, Usage
 from sluice_router.text.output import Output, OutputSettings
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sluice_router.api.slow_readers import SlowReaders
+    from sluice_router.scheduling.requests import ClaimTaker
     from sluice_router.text.tokenizer import ModelText
 
 LENGTH = sampling_pb2.FINISH_REASON_LENGTH
@@ -48,6 +50,9 @@ class Live:
     request: NewRequest
     response_stream: ResponseStream
     num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[int, engine_pb2.TokenLogprobs] = field(default_factory=dict)
+    ended: engine_pb2.Finished | None = None
 
 
 class FakePlane:
@@ -67,12 +72,17 @@ class FakePlane:
         self.refusal: RouterError | None = None
         self.stories: dict[str, dict[str, Any]] = {}
         self.not_ready_reason = ""
+        self.is_holding = False
         self.model = ServedModel(name="tiny", max_model_len_tokens=MAX_MODEL_LEN, created_s=1_700_000_000)
         self._numbers = itertools.count(1)
         self.clock_s: float | None = None
         self.changed = asyncio.Event()
         self.output_limits: dict[str, int] = {}
         self.registry = CollectorRegistry()
+        # What engines know of resumable requests, which several routers share.
+        self.resumable: dict[bytes, tuple[FakePlane, Live]] = {}
+        self.detached: list[RequestId] = []
+        self.adopted: list[FoundRequest] = []
 
     @property
     def is_ready(self) -> bool:
@@ -95,6 +105,8 @@ class FakePlane:
         request_id = request.request_id
         self.admitted.append(request)
         self.live[request_id] = Live(request, response_stream)
+        if request.resume_key:
+            self.resumable[request.resume_key] = self, self.live[request_id]
         self._note()
         if self.script is not None:
             asyncio.get_running_loop().call_soon(self._tick, request_id, self.script(request))
@@ -103,6 +115,55 @@ class FakePlane:
         if self.live.pop(request_id, None) is not None:
             self.cancelled.append((request_id, reason))
             self._note()
+
+    def claim(self, key: bytes, taker: ClaimTaker) -> None:
+        owner, live = self.resumable.get(key, (None, None))
+        result = UnknownStreamError("unknown") if live is None else self._describe(live, is_here=owner is self)
+        if live is not None and owner is not None and owner is not self:
+            owner.fail(live.request.request_id, TakenOverError("elsewhere"))
+        asyncio.get_running_loop().call_soon(taker, result)
+
+    def _describe(self, live: Live, *, is_here: bool) -> FoundRequest:
+        request = live.request
+        submit = engine_pb2.Submit(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            ttft_slo_s=1.0,
+            tpot_slo_s=0.1,
+            resume_key=request.resume_key,
+            resume_state=request.resume_state,
+        )
+        return FoundRequest(
+            submit=submit,
+            output_token_ids=array("I", live.token_ids),
+            elapsed_s=0.0,
+            num_tokens_before=0,
+            ended=live.ended,
+            live=live if is_here and live.ended is None else None,
+            logprobs=live.logprobs,
+        )
+
+    def adopt(
+        self, found: FoundRequest, request: NewRequest, response_stream: ResponseStream, stop_at: int | None
+    ) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.adopted.append(found)
+        tokens = list(found.output_token_ids)
+        live = Live(request, response_stream, len(tokens), tokens, dict(found.logprobs), found.ended)
+        if isinstance(found.live, Live):
+            found.live.response_stream.on_error(TakenOverError("another connection"))
+        self.live[request.request_id] = live
+        self.resumable[request.resume_key] = self, live
+        self._note()
+        if stop_at is not None or found.ended is not None:
+            live.num_tokens = live.num_tokens if stop_at is None else stop_at
+            self.finish(request.request_id, STOP if stop_at is not None or found.ended is None else found.ended.reason)
+
+    def detach(self, request_id: RequestId) -> None:
+        self.detached.append(request_id)
+        self._note()
 
     def format_metrics(self) -> bytes:
         return generate_latest(self.registry)
@@ -119,6 +180,9 @@ class FakePlane:
             logprobs = [make_logprobs(token_id, live.request.sampling.num_logprobs) for token_id in token_ids]
         stop_at = None
         for index, token_id in enumerate(token_ids):
+            if logprobs is not None:
+                live.logprobs[live.num_tokens] = logprobs[index]
+            live.token_ids.append(token_id)
             live.num_tokens += 1
             stop_at = live.response_stream.on_token(token_id, None if logprobs is None else logprobs[index])
             if stop_at is not None:
@@ -132,6 +196,7 @@ class FakePlane:
     def finish(self, request_id: RequestId, reason: Any = LENGTH, stop_token_id: int | None = None) -> None:
         live = self.live.pop(request_id, None)
         if live is not None:
+            live.ended = engine_pb2.Finished(reason=reason)
             live.response_stream.on_finished(Finish(reason=reason, stop_token_id=stop_token_id, usage=make_usage(live)))
             self._note()
 

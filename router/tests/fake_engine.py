@@ -20,6 +20,8 @@ from sluice.v1 import engine_pb2, engine_pb2_grpc, plan_pb2, sampling_pb2
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+# How long it keeps requests that clients may resume.
+RESUME_S = 30.0
 BLOCK_SIZE = 16
 
 
@@ -88,6 +90,8 @@ class FakeCore:
     submitted: list[engine_pb2.Submit] = field(default_factory=list)
     resumed: list[engine_pb2.Resume] = field(default_factory=list)
     aborted_held: list[str] = field(default_factory=list)
+    ended: dict[bytes, tuple[FakeRequest, engine_pb2.Finished]] = field(default_factory=dict)
+    ignores_claims: bool = False
     released_grants: list[int] = field(default_factory=list)
 
     def hello(self) -> engine_pb2.AttachResponse:
@@ -104,6 +108,7 @@ class FakeCore:
             kv_bytes_per_token=1024,
             prefix_root=self.prefix_root,
             pulls_parts=self.pulls_parts,
+            resume_s=RESUME_S,
             held=[*self.held, *(self._describe_held(request) for request in self.kept.values())],
         )
         return engine_pb2.AttachResponse(hello=hello, load=self.load())
@@ -162,6 +167,9 @@ class FakeCore:
         for request in self.running.values():
             if not request.is_handing_off:
                 self.kept[request.submit.request_id] = request
+            elif request.submit.resume_key:
+                end = engine_pb2.Finished(reason=sampling_pb2.FINISH_REASON_HANDED_OFF)
+                self.ended[request.submit.resume_key] = request, end
         self.running.clear()
         self.pinned.clear()
         self.grants.clear()
@@ -199,6 +207,8 @@ class FakeCore:
         answer = engine_pb2.AttachResponse()
         for resume in message.resumes:
             self._resume(resume, answer)
+        if not self.ignores_claims:
+            answer.claim_answers.extend(self._claim(claim.resume_key) for claim in message.claims)
         for submit in message.submits:
             self._submit(submit)
         for abort in message.aborts:
@@ -226,6 +236,21 @@ class FakeCore:
             self._add_finished(answer, request, sampling_pb2.FINISH_REASON_LENGTH)
         else:
             self.running[resume.slot] = request
+
+    def _claim(self, key: bytes) -> engine_pb2.ClaimAnswer:
+        answer = engine_pb2.ClaimAnswer(resume_key=key)
+        held = next((item for item in self.kept.values() if item.submit.resume_key == key), None)
+        request, end = (held, None) if held is not None else self.ended.get(key, (None, None))
+        if request is None:
+            return answer
+        answer.submit.CopyFrom(request.submit)
+        answer.num_tokens_before = len(request.submit.output_token_ids)
+        del answer.submit.output_token_ids[:]
+        answer.submit.output_token_ids.extend(expected_output(request.submit.prompt_token_ids, request.num_output))
+        answer.elapsed_s = 0.5
+        if end is not None:
+            answer.ended.CopyFrom(end)
+        return answer
 
     def _submit(self, submit: engine_pb2.Submit) -> None:
         assert submit.slot not in self.running, f"{self.engine_id}: slot {submit.slot} is in use"
@@ -290,6 +315,8 @@ class FakeCore:
             num_cached_tokens=num_cached_tokens,
             **fields,
         )
+        if request.submit.resume_key:
+            self.ended[request.submit.resume_key] = request, answer.finished[-1]
 
     def propose(self, cause: int, slots: Sequence[int] | None = None) -> engine_pb2.AttachResponse:
         """Proposes to move what runs."""

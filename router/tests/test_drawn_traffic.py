@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 RECORD = Path(__file__).with_name("drawn_traffic.json")
-NUM_RUNS = 3
+NUM_RUNS = 4
 NUM_STEPS = 70
 HASH_DIGITS = 5
 NAMES = ("p0", "p1", "d0", "d1")
@@ -77,7 +77,7 @@ class Scenario:
     """What a run is made of.
 
     Args:
-        strategy: The strategy of its plans.
+        strategy: The strategy of its plans; "any": another one in each.
         changes: Of the fields of plans.
         engines: Of the fields of each engine, by its name.
         weights: How often what is drawn, where that differs from ``WEIGHTS``.
@@ -105,7 +105,7 @@ WEIGHTS = {
     "cancel": 2,
     "break_client": 1,
     "stop": 2,
-    "return_unstarted": 1,
+    "return_unstarted": 3,
     "kill": 1,
     "attach": 4,
     "cut": 2,
@@ -154,6 +154,10 @@ SCENARIOS = {
         engines=REPLACED, changes={"served_models": MODELS}, parameters=NO_PAUSE, model_id="old", weights={"kill": 3}
     ),
     "taichi, little room": Scenario(engines=SMALL, parameters=NO_PAUSE),
+    "owners, rough": Scenario(changes={"owner_limits": OWNER_LIMITS[1:]}, weights=ROUGH),
+    "switches": Scenario("any", weights={"change_plan": 9}, tpot_slos_s=(None, 0.2)),
+    "switches, parts, rough": Scenario("any", engines=PARTS, weights={**ROUGH, "change_plan": 9}),
+    "disaggregated, parts": Scenario("disaggregated", engines={name: {**KEPT[name], **PARTS[name]} for name in NAMES}),
     "aggregated": Scenario("aggregated"),
     "disaggregated": Scenario("disaggregated", engines=KEPT),
     "disaggregated, rough": Scenario("disaggregated", engines=KEPT, weights=ROUGH),
@@ -174,6 +178,11 @@ class TellingStream(CheckingResponseStream):
     def __init__(self, prompt: list[int], name: str, told: list[str]) -> None:
         super().__init__(prompt)
         self.name, self.told = name, told
+
+    def on_token(self, token_id, logprobs) -> int | None:
+        stop_at = super().on_token(token_id, logprobs)
+        # A stop text may have begun with the token before.
+        return None if stop_at is None else max(1, stop_at - len(self.token_ids) % 2)
 
     def flush(self, now: float) -> None:
         super().flush(now)
@@ -403,7 +412,10 @@ class Run:
         parameters = self.scenario.parameters
         if parameters is None:
             parameters = PARAMETERS if self.scenario.strategy == "taichi" else {}
-        row = STRATEGIES[self.scenario.strategy]
+        if self.scenario.strategy == "any":
+            row, parameters = self.rng.choice(list(STRATEGIES.values())), {}
+        else:
+            row = STRATEGIES[self.scenario.strategy]
         fields = {"strategy": row.name, "strategy_parameters": parameters, **self.scenario.changes}
         self.harness.router.apply_plan(make_plan(roles, generation=self.generation, **fields))
 

@@ -20,6 +20,7 @@ from sluice_cli.commands.simulation_options import (
     parse_seeds,
     parse_strategies,
     parse_tensor_parallels,
+    target_option,
     tpot_option,
     ttft_option,
 )
@@ -52,7 +53,7 @@ def bench() -> None:
 @click.option("--replicas", callback=parse_bounds, metavar="N", help="Engines.")
 @ttft_option
 @tpot_option
-@click.option("--target", type=click.FloatRange(0.01, 1), help="Attainment.  [default: the manifest's, or 0.9]")
+@target_option
 @click.option(
     "--set", "changes", multiple=True, metavar="NAME=VALUE", help="A parameter of all strategies, as for simulate."
 )

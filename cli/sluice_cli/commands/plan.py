@@ -20,6 +20,7 @@ from sluice_cli.commands.simulation_options import (
     parse_share,
     parse_strategies,
     parse_tensor_parallels,
+    target_option,
     tpot_option,
     trace_option,
     ttft_option,
@@ -43,7 +44,7 @@ from sluice_operator.api.manifest import parse_manifest
 @gpu_option
 @ttft_option
 @tpot_option
-@click.option("--target", type=click.FloatRange(0.01, 1), help="Attainment.  [default: the manifest's, or 0.9]")
+@target_option
 @click.option("--replicas", callback=parse_bounds, metavar="N|LOW-HIGH", help="Engines; with --rate at most so many.")
 @click.option(
     "--tensor-parallel",

@@ -25,7 +25,7 @@ from sluice_cli.output.console import make_console
 from sluice_cli.output.simulation_table import make_results_table
 from sluice_cli.simulation.cluster_spec import ClusterFlags, choose_cluster_spec
 from sluice_cli.simulation.seed_runs import SeedRun, make_simulation_report, simulate_seeds
-from sluice_core.sim.goodput import TARGET
+from sluice_core.slo import DEFAULT_ATTAINMENT
 from sluice_core.strategies import STRATEGIES
 from sluice_operator.api.manifest import parse_manifest
 
@@ -42,7 +42,13 @@ from sluice_operator.api.manifest import parse_manifest
 @tpot_option
 @click.option("--rate", "rate_rps", type=POSITIVE, help="Requests per second.")
 @click.option("--goodput", "is_goodput", is_flag=True, help="Search the highest rate at the target; starts at --rate.")
-@click.option("--target", default=TARGET, show_default=True, type=click.FloatRange(0, 1), help="Attainment of goodput.")
+@click.option(
+    "--target",
+    default=DEFAULT_ATTAINMENT,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Attainment of goodput.",
+)
 @click.option("--duration-s", default=600.0, show_default=True, type=POSITIVE, help="Simulated seconds of a run.")
 @click.option("--seeds", default="1,2,3", show_default=True, callback=parse_seeds, help="One run for each.")
 @click.option(

@@ -9,6 +9,7 @@ import click
 
 from sluice_cli.simulation.plan_inputs import parse_range
 from sluice_core.planning.candidates import PrefillHeavyBounds
+from sluice_core.slo import DEFAULT_ATTAINMENT
 from sluice_core.strategies import get_strategy
 
 POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -24,6 +25,11 @@ trace_option = click.option(
 )
 model_option = click.option("--model", help="Model by name, or the path of its config.json.")
 gpu_option = click.option("--gpu", help="GPU by name.")
+target_option = click.option(
+    "--target",
+    type=click.FloatRange(0.01, 1),
+    help=f"Attainment.  [default: the manifest's, or {DEFAULT_ATTAINMENT}]",
+)
 ttft_option = click.option("--ttft-ms", type=POSITIVE, help="TTFT objective.")
 tpot_option = click.option("--tpot-ms", type=POSITIVE, help="TPOT objective.")
 jobs_option = click.option(

@@ -81,9 +81,10 @@ def is_first_start(engine: ManagedEngine) -> bool:
 
 
 def has_connected(engine: ManagedEngine, statuses: Sequence[control_pb2.GetStatusResponse]) -> bool:
-    """Whether an engine's present process has ever been connected to a router."""
+    """Whether an engine's present process has ever been connected to a router, which may have ended meanwhile."""
     status = pick_engine_status(statuses, engine.site.engine_id)
-    return status is not None and status.epoch not in (0, engine.stale_epoch)
+    epochs = {engine.last_epoch, 0 if status is None else status.epoch}
+    return bool(epochs - {0, engine.stale_epoch})
 
 
 def is_drained(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sluice_cli.simulation.simulation_settings import AHEAD
 from sluice_core.latency.measured_profiles import Assumptions, ProfileKind, load_model_on_gpu
 from sluice_core.latency.transfer import LINKS, LinkSpeed
-from sluice_core.records import EngineId, FlowParameters, Role
+from sluice_core.records import EngineId, Role
 from sluice_core.sim.cell import Cell, EngineSetup, RouterSetup, SimOptions, TransferLink
 from sluice_core.sim.traces import HASH_BLOCK_TOKENS
 from sluice_core.strategies import get_strategy
@@ -32,34 +32,10 @@ def build_cluster(spec: ClusterSpec, seed: int) -> Cell:
     return Cell(
         engines=build_engines(spec),
         strategy=strategy.vary(placement=settings.placement, flows=None if settings.flow else False),
-        parameters=make_parameters(settings),
+        parameters=settings.parameters,
         options=make_options(settings),
         seed=seed,
         routers=make_routers(settings),
-    )
-
-
-def make_parameters(settings: SimulationSettings) -> FlowParameters:
-    """Makes the parameters of the strategies."""
-    return FlowParameters(
-        watermark=settings.watermark,
-        approaching_factor=settings.approaching_factor,
-        early_rejection=settings.early_rejection,
-        min_tokens_between_moves=settings.min_tokens_between_moves,
-        prefill_batch_tokens=settings.prefill_batch_tokens,
-        batch_token_budget=settings.batch_token_budget,
-        prefill_order=settings.prefill_order,
-        grant_wait_s=settings.grant_wait_s,
-        tpot_share=settings.tpot_share,
-        least_prefill_share=settings.least_prefill_share,
-        late_ttft_factor=settings.late_ttft_factor,
-        pack_share=settings.pack_share,
-        credit_s=settings.credit_s,
-        macro_instance_least=settings.macro_instance_least,
-        macro_instance_most=settings.macro_instance_most,
-        split_search_steps=settings.split_search_steps,
-        split_margin_tokens=settings.split_margin_tokens,
-        tbt_target_s=settings.tbt_target_s,
     )
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from sluice_cli.simulation.simulation_settings import AHEAD, SimulationSettings, change_settings
 from sluice_core.latency.known_gpus import parse_gpus
-from sluice_core.records import EarlyRejection, Slo, SloClass
+from sluice_core.records import Slo, SloClass
 from sluice_core.slo import ROUTER_WAIT_LIMIT_S
-from sluice_operator.api.sliders import resolve_sliders, resolve_strategy
+from sluice_core.strategies.parameters import PARAMETERS, read_parameters
+from sluice_operator.api.sliders import resolve_sliders, resolve_strategy, write_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -136,25 +137,8 @@ def _make_slo(slo: SloSpec | SloClassSpec) -> Slo:
 
 
 def _make_settings(spec: ServingClusterSpec) -> SimulationSettings:
-    parameters = spec.parameters
     return SimulationSettings(
-        watermark=parameters.watermark_percent / 100,
-        approaching_factor=parameters.approaching_factor_percent / 100,
-        early_rejection=EarlyRejection(parameters.early_rejection),
-        min_tokens_between_moves=parameters.min_tokens_between_moves,
-        prefill_batch_tokens=parameters.prefill_batch_tokens,
-        batch_token_budget=parameters.batch_token_budget,
-        grant_wait_s=parameters.grant_wait_milliseconds / 1e3,
-        tpot_share=parameters.tpot_share_percent / 100,
-        least_prefill_share=parameters.least_prefill_percent / 100,
-        late_ttft_factor=parameters.late_ttft_factor_percent / 100,
-        pack_share=parameters.pack_share_percent / 100,
-        credit_s=parameters.credit_milliseconds / 1000,
-        macro_instance_least=parameters.macro_instance_least,
-        macro_instance_most=parameters.macro_instance_most,
-        split_search_steps=parameters.split_search_steps,
-        split_margin_tokens=parameters.split_margin_tokens,
-        tbt_target_s=parameters.tbt_target_milliseconds / 1000,
+        parameters=read_parameters(PARAMETERS, write_parameters(spec, PARAMETERS), spec.strategy),
         max_batch_tokens=spec.engine.max_batch_tokens,
         scheduling=AHEAD,
         wait_limit_s=ROUTER_WAIT_LIMIT_S,  # a manifest cannot change it

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sluice_cli.simulation.cluster_builder import build_engines, make_options, make_parameters, make_routers
+from sluice_cli.simulation.cluster_builder import build_engines, make_options, make_routers
 from sluice_cli.simulation.cluster_spec import ClusterFlags, ClusterSpec, EngineGroup, choose_cluster_spec
 from sluice_core.planning.candidates import (
     APPROACHING_FACTORS,
@@ -19,7 +19,9 @@ from sluice_core.planning.candidates import (
 )
 from sluice_core.planning.planner import Goal
 from sluice_core.planning.trials import PlanningProblem
+from sluice_core.slo import DEFAULT_ATTAINMENT
 from sluice_core.strategies import STRATEGIES, get_strategy
+from sluice_operator.api.field_types import percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,7 +128,7 @@ def make_inputs(manifest: ServingCluster | None, flags: PlanFlags, rows: Sequenc
             for name in STRATEGIES
         },
         # Those that candidates vary are each candidate's own.
-        parameters=make_parameters(settings),
+        parameters=settings.parameters,
         options=make_options(settings),
         classes=spec.classes,
         routers=make_routers(settings),
@@ -175,8 +177,8 @@ def _make_candidate(spec: ClusterSpec) -> SliderCandidate:
         prefill_heavy_tokens=sizes[0],
         decode_heavy_tokens=0 if is_single else sizes[1],
         tensor_parallel=spec.tensor_parallel,
-        watermark=spec.settings.watermark,
-        approaching_factor=spec.settings.approaching_factor,
+        watermark=spec.settings.parameters.watermark,
+        approaching_factor=spec.settings.parameters.approaching_factor,
     )
 
 
@@ -192,16 +194,16 @@ def _make_space(manifest: ServingCluster | None, flags: PlanFlags, spec: Cluster
         prefill_heavy = PrefillHeavyBounds(low=low, high=high, is_percent=is_percent)
     in_force = [group.chunk_size_tokens or 0 for group in spec.engines]
     named = {change.partition("=")[0] for change in flags.changes}
-    settings = spec.settings
+    parameters = spec.settings.parameters
     return SearchSpace(
         strategies=flags.strategies or tuple(STRATEGIES),
         prefill_heavy_tokens=list_chunk_sizes(prefill[0], min(prefill[1], most), in_force[:1]),
         decode_heavy_tokens=list_chunk_sizes(decode[0], min(decode[1], most), in_force[1:]),
         max_batch_tokens=most,
         prefill_heavy=prefill_heavy,
-        watermarks=_choose(WATERMARKS, settings.watermark, is_fixed="watermark" in named),
+        watermarks=_choose(WATERMARKS, parameters.watermark, is_fixed="watermark" in named),
         approaching_factors=_choose(
-            APPROACHING_FACTORS, settings.approaching_factor, is_fixed="approaching_factor" in named
+            APPROACHING_FACTORS, parameters.approaching_factor, is_fixed="approaching_factor" in named
         ),
     )
 
@@ -229,7 +231,7 @@ def _make_goal(
         low = high = present or 1
     target = flags.target
     if target is None:
-        target = int(manifest.spec.slo.attainment.removesuffix("%")) / 100 if manifest else 0.9
+        target = percent(manifest.spec.slo.attainment) / 100 if manifest else DEFAULT_ATTAINMENT
     return Goal(
         target=target,
         rate_rps=flags.rate_rps,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sluice_core.latency.measured_profiles import ProfileKind
 from sluice_core.latency.transfer import LINKS
-from sluice_core.records import EarlyRejection, PrefillOrder
+from sluice_core.records import EarlyRejection, FlowParameters, PrefillOrder
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.sim.cell import (
     BLOCK_SIZE_TOKENS,
@@ -31,24 +31,7 @@ class SimulationSettings:
     """Parameters of a simulated cluster that ``--set NAME=VALUE`` changes; the defaults are the product's.
 
     Args:
-        watermark: M, a share of KV blocks and of max_num_seqs.
-        approaching_factor: Alpha, a share of the TPOT objective.
-        early_rejection: What happens to a request that no engine can serve in time.
-        min_tokens_between_moves: Output tokens between two moves of a request.
-        prefill_batch_tokens: Prompt tokens that saturate a GPU, for ``disaggregated``; 0: it fills the chunk.
-        batch_token_budget: G, prompt tokens that a batch of FlowPrefill stays below.
-        prefill_order: The order of prompts, for ``flowprefill``.
-        grant_wait_s: Longest wait of a finished prefill for a decode engine, for ``disaggregated``.
-        tpot_share: Share of the TPOT objective that prefills may use up, for ``sluice``.
-        least_prefill_share: Share of the TPOT objective that prefills get beside decodes in any case, for ``sluice``.
-        late_ttft_factor: How many times its TTFT objective a prompt waits by that cannot meet it, for ``sluice``.
-        pack_share: Share of the TPOT objective up to which decodes gather on one engine, for ``sluice``; 0: never.
-        credit_s: Prefill work that an engine is given ahead, for ``sluice``; 0: all of it.
-        macro_instance_least: N_l, engines of the macro instance that a split makes, for ``ecoserve``.
-        macro_instance_most: N_u, most engines of one, for ``ecoserve``.
-        split_search_steps: K, most steps of the search for a split, for ``dynaserve``.
-        split_margin_tokens: Tokens that an answer is taken to be longer than predicted, for ``dynaserve``.
-        tbt_target_s: What an iteration with decodes may take, for ``dynaserve``; 0: their least TPOT objective.
+        parameters: Parameters of the strategies. ``--set`` changes each by its own name.
         output_lengths: What a router knows of output lengths, for ``dynaserve``: ``learned`` from answers, ``exact``,
             or ``noisy``.
         length_deviation_tokens: Standard deviation of the errors of ``noisy`` lengths.
@@ -82,24 +65,7 @@ class SimulationSettings:
         router_latency_factor: The routers' latency model says so many times what iterations take.
     """
 
-    watermark: float = 0.95
-    approaching_factor: float = 0.96
-    early_rejection: EarlyRejection = EarlyRejection.OFF
-    min_tokens_between_moves: int = 16
-    prefill_batch_tokens: int = 2048
-    batch_token_budget: int = 4096
-    prefill_order: PrefillOrder = PrefillOrder.S_EDF
-    grant_wait_s: float = 10.0
-    tpot_share: float = 0.98
-    least_prefill_share: float = 0.1
-    late_ttft_factor: float = 3.0
-    pack_share: float = 0.7
-    credit_s: float = 0.1
-    macro_instance_least: int = 4
-    macro_instance_most: int = 16
-    split_search_steps: int = 6
-    split_margin_tokens: int = 20
-    tbt_target_s: float = 0.0
+    parameters: FlowParameters = field(default_factory=FlowParameters)
     output_lengths: LengthsKnown = LengthsKnown.LEARNED
     length_deviation_tokens: float = 50.0
     no_grant: NoGrant = NoGrant.IN_PLACE
@@ -170,7 +136,7 @@ def _read_choice(choices: Iterable[str]) -> Callable[[str], str]:
     return read
 
 
-_READERS: dict[str, Callable[[str], object]] = {
+_PARAMETER_READERS: dict[str, Callable[[str], object]] = {
     "watermark": _read_number(0.0, 1.0),
     "approaching_factor": _read_number(0.0, 10.0),
     "early_rejection": lambda text: EarlyRejection(_read_choice(EarlyRejection)(text)),
@@ -189,6 +155,10 @@ _READERS: dict[str, Callable[[str], object]] = {
     "split_search_steps": _read_count(1, 16),
     "split_margin_tokens": _read_count(0, 65_536),
     "tbt_target_s": _read_number(0.0, 60.0),
+}
+
+_READERS: dict[str, Callable[[str], object]] = {
+    **_PARAMETER_READERS,
     "output_lengths": lambda text: LengthsKnown(_read_choice(LengthsKnown)(text)),
     "length_deviation_tokens": _read_number(0.0, 1e6),
     "no_grant": lambda text: NoGrant(_read_choice(NoGrant)(text)),
@@ -232,4 +202,10 @@ def change_settings(settings: SimulationSettings, changes: Iterable[str]) -> Sim
             values[name] = _READERS[name](text)
         except ValueError as error:
             raise ValueError(f"{name} is {text!r}; {error}") from error
-    return replace(settings, **values)  # type: ignore[arg-type]
+    parameters = {name: value for name, value in values.items() if name in _PARAMETER_READERS}
+    others = {name: value for name, value in values.items() if name not in _PARAMETER_READERS}
+    return replace(
+        settings,
+        parameters=replace(settings.parameters, **parameters),  # type: ignore[arg-type]
+        **others,  # type: ignore[arg-type]
+    )

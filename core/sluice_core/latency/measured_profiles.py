@@ -13,7 +13,6 @@ from enum import StrEnum
 from functools import cache
 
 from sluice_core.latency.architecture import BYTES_PER_VALUE, Architecture
-from sluice_core.latency.fitting import fit_times
 from sluice_core.latency.interface import UnknownModelError
 from sluice_core.latency.iteration_profile import (
     TABLE_STEP_TOKENS,
@@ -21,6 +20,7 @@ from sluice_core.latency.iteration_profile import (
     IterationProfile,
     ModelOnGpu,
 )
+from sluice_core.latency.kernel_fit import fit_times
 from sluice_core.latency.kernels import NS, Kernels, interpolate, load_data, load_kernels
 from sluice_core.latency.known_gpus import find_gpu
 from sluice_core.latency.known_models import find_architecture, find_model

@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import IterationShape, MoveCause, MoveProposal, RequestId, Role
-from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 
 RECOMPUTE_TOKENS: Final = 2048  # per iteration, where the chunk size is 0; chosen for a 14B model on an A100
 PRIORITY_HEAD_START_S: Final = 10.0  # one level of priority is worth this much earlier arrival

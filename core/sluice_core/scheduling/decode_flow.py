@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sluice_core.records import EngineId, FlowParameters, MoveCause, MoveProposal, RequestId, Role
-from sluice_core.scheduling.decode_order import Decode, DecodeSet
+from sluice_core.scheduling.decode_set import Decode, DecodeSet
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
 
 __all__ = ["DecodeSet", "FlowPolicy", "FlowRequest"]

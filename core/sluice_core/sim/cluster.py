@@ -76,7 +76,6 @@ class SimCluster:
         self._changed: list[EngineId] = []
         self._keeps_kv = False
         self._num_late_grants = 0
-        self._leaving: dict[EngineId, SimEngine] = {}
         self._prefixes: KnownPrefixes | None = None
         options = cell.options
         if options.prefix_report_s is not None:

@@ -14,8 +14,8 @@ from sluice_core.sim.cell import Cell
 from sluice_core.sim.metrics import RunSummary, summarize
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.workload import PoissonWorkload
+from sluice_core.slo import DEFAULT_ATTAINMENT
 
-TARGET = 0.9
 PRECISION = 0.02
 _GROWTH = 1.6
 _MOST_STEPS = 40
@@ -39,7 +39,7 @@ class GoodputRun:
 
 
 def search_goodput(
-    cell: Cell, workload: PoissonWorkload, *, duration_s: float, start_rps: float, target: float = TARGET
+    cell: Cell, workload: PoissonWorkload, *, duration_s: float, start_rps: float, target: float = DEFAULT_ATTAINMENT
 ) -> GoodputRun:
     """Search the goodput of one seed.
 

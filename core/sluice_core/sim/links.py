@@ -16,17 +16,23 @@ class SimLinks:
         self.transfer_s = 0.0
         self._free_at_s: dict[str, float] = {}
 
-    def send(self, now: float, source: EngineSetup, num_tokens: int) -> float:
-        """Put the KV of some tokens, for which their request waits, on the source's link; returns when it arrives."""
-        arrives_at_s = self.send_ahead(now, source, num_tokens)
-        self.transfer_s += arrives_at_s - now
-        return arrives_at_s
+    def send(self, now: float, source: EngineSetup, num_tokens: int, *, is_ahead: bool = False) -> float:
+        """Put the KV of some tokens on the source's link.
 
-    def send_ahead(self, now: float, source: EngineSetup, num_tokens: int) -> float:
-        """Put the KV of some tokens on the source's link while their request is computed; returns when it arrives."""
+        Args:
+            now: Seconds of the simulated clock.
+            source: The engine that sends.
+            num_tokens: Tokens.
+            is_ahead: Their request is computed on meanwhile; False: it waits, which counts in ``transfer_s``.
+
+        Returns:
+            When they arrive.
+        """
         link = source.link
         name = link.name or source.engine_id
         free_at_s = self._free_at_s.get(name, 0.0)
         num_bytes = num_tokens * source.kv_bytes_per_token
         self._free_at_s[name], arrives_at_s = link.speed.schedule(now, free_at_s, num_bytes)
+        if not is_ahead:
+            self.transfer_s += arrives_at_s - now
         return arrives_at_s

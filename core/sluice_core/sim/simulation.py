@@ -15,17 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from sluice_core.records import EngineId, Hold, Leg, MoveCause, MoveProposal, Place, PrefillRequest, Role
+from sluice_core.records import Hold, Leg, MoveCause, MoveProposal, Place, PrefillRequest
 from sluice_core.scheduling.batching import RequestKind
 from sluice_core.scheduling.holding import Urgency, select_urgent
 from sluice_core.sim.cell import (
-    AddEngineEvent,
     Arrival,
     Cell,
     ClusterEvent,
-    ConfigureEvent,
     FailEvent,
-    LeaveEvent,
     NoGrant,
 )
 from sluice_core.sim.cluster import (
@@ -38,15 +35,15 @@ from sluice_core.sim.cluster import (
     RETRY,
     STEER,
     TRANSFER_END,
-    SimCluster,
 )
+from sluice_core.sim.cluster_changes import ChangingCluster
 from sluice_core.sim.deadlines import TtftDeadlines
 from sluice_core.sim.engine.operator_interrupts import find_interrupt_s, interrupt
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.known_prefixes import KnownPrefixes
 from sluice_core.sim.moves.cut_prompts import CutPrompts
 from sluice_core.sim.moves.grant_queue import GrantQueue
-from sluice_core.sim.moves.hand_offs import SimHandOffs, SimMove
+from sluice_core.sim.moves.hand_offs import SimMove
 from sluice_core.sim.requests import RequestState, SimRequest, find_expired
 from sluice_core.sim.routers import SimRouter
 from sluice_core.sim.timeline import Timeline
@@ -66,7 +63,7 @@ class Steering:
     steer: Callable[[Simulation], Sequence[ClusterEvent]]
 
 
-class Simulation(SimCluster):
+class Simulation(ChangingCluster):
     """One run of a cell on a workload; mutable, used once.
 
     Args:
@@ -98,10 +95,7 @@ class Simulation(SimCluster):
         self.num_arrived = 0
         self.num_missed = 0
         self._waits_for_grant = cell.options.no_grant is NoGrant.WAIT
-        self._hand_offs = SimHandOffs(self) if cell.options.schedules_ahead else None
-        self._grants = [GrantQueue(self, self._hand_offs) for _ in self.routers.routers]
         self.cut_prompts = CutPrompts(self)
-        self._find_targets()
         for event in sorted(cell.events, key=_at_s_of):
             self._push(event.at_s, CLUSTER_CHANGE, event)
         if steering is not None:
@@ -399,11 +393,6 @@ class Simulation(SimCluster):
         """Return what waits for a grant at a request's router."""
         return self._grants[self.routers.of_request(request.index).number]
 
-    def _place_granted(self, at_boundary: SimEngine | None = None) -> None:
-        """See ``GrantQueue.place``."""
-        for grants in self._grants:
-            grants.place(at_boundary)
-
     # --- moves -------------------------------------------------------------------------------------------------
 
     def _propose(self, engine: SimEngine) -> None:
@@ -468,87 +457,6 @@ class Simulation(SimCluster):
         else:
             target.receive(request)
             self.start_engine(target)
-
-    # --- the cluster changes -----------------------------------------------------------------------------------
-
-    def _change_cluster(self, event: object) -> None:
-        if isinstance(event, AddEngineEvent):
-            self._add_engine(event.setup)
-        elif isinstance(event, FailEvent):
-            self._fail(event.engine_id)
-        elif isinstance(event, LeaveEvent):
-            self._leave(event)
-        else:
-            assert isinstance(event, ConfigureEvent)
-            self._configure(event)
-        self._spread_chunk_sizes()
-        self._find_targets()
-        self._place_granted()
-        self._schedule_retries()
-
-    def _schedule_retries(self) -> None:
-        """Let the policies be asked again whose routers hold requests."""
-        for router in self.routers.routers:
-            if router.held:
-                self._schedule_retry(router)
-
-    def _find_targets(self) -> None:
-        """Find out whether first decodes have anywhere to go at all."""
-        decode_heavy = [engine for engine in self._by_id.values() if engine.role is Role.DECODE_HEAVY]
-        has_targets = not self.table.has_uniform_chunk_size and not all(engine.is_draining for engine in decode_heavy)
-        for grants in self._grants:
-            grants.has_targets = has_targets
-
-    def _configure(self, event: ConfigureEvent) -> None:
-        """Put a plan in force; an iteration under way keeps the batch that it has."""
-        engine = self._by_id.get(event.engine_id)
-        if engine is None:
-            return
-        engine.configure(event.role, event.chunk_size_tokens, is_draining=event.is_draining)
-        for router in self.routers.routers:
-            router.table.configure(
-                event.engine_id,
-                role=event.role,
-                chunk_size_tokens=event.chunk_size_tokens,
-                is_draining=event.is_draining,
-            )
-        self.start_engine(engine)
-
-    def _leave(self, event: LeaveEvent) -> None:
-        """Let an engine drain; the next call of the steering finds it empty."""
-        engine = self._by_id.get(event.engine_id)
-        if engine is None:
-            return
-        self._leaving[event.engine_id] = engine
-        size = engine.prefills.batch.chunk_size_tokens
-        self._configure(
-            ConfigureEvent(
-                at_s=event.at_s,
-                engine_id=event.engine_id,
-                role=engine.role,
-                chunk_size_tokens=size,
-                is_draining=True,
-            )
-        )
-
-    def _fail(self, engine_id: EngineId) -> None:
-        """Take an engine away; what it held is placed again, what was on its way there or from there is recomputed."""
-        engine = self._by_id.pop(engine_id, None)
-        self._leaving.pop(engine_id, None)
-        if engine is None:
-            return
-        for router in self.routers.routers:
-            router.table.remove(engine_id)
-        if self._prefixes is not None:
-            self._prefixes.remove(engine_id)
-        for request in engine.clear(self.now):
-            request.num_blocks = 0
-            self.hold(request)
-        if self._hand_offs is not None:
-            self._hand_offs.fail(engine)
-        for grants in self._grants:
-            grants.fail(engine)
-        self._schedule_retries()
 
 
 def _is_empty(engine: SimEngine) -> bool:

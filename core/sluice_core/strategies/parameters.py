@@ -91,7 +91,7 @@ SPLIT_MARGIN_TOKENS = Parameter(
 TBT_TARGET_MILLISECONDS = Parameter(
     name="tbt_target_milliseconds", default="0", low=0, high=60_000, unit="milliseconds"
 )
-_PARAMETERS = (
+PARAMETERS = (
     WATERMARK,
     APPROACHING_FACTOR,
     EARLY_REJECTION,
@@ -127,7 +127,7 @@ def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], stra
     for name in sorted(values):
         if name not in known:
             raise ValueError(f"parameters.{name} is unknown to strategy {strategy!r}; known are {', '.join(known)}")
-    read = format_parameters(_PARAMETERS, FlowParameters())
+    read = format_parameters(PARAMETERS, FlowParameters())
     for row in rows:
         read[row.name] = values.get(row.name, row.default)
         row.check(read[row.name])

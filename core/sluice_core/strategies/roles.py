@@ -11,7 +11,7 @@ from sluice_core.records import Decision, EngineId, FlowParameters, MoveCause, M
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import ChunkedPrefillPolicy, EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
-from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.placement import LengthAwarePlacement, PlacementPolicy
 from sluice_core.scheduling.placement_records import PlacementRecord

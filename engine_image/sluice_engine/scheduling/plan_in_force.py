@@ -11,7 +11,7 @@ from sluice_engine.core_messages import CAPABILITIES, ConfigureAnswer, Configure
 
 if TYPE_CHECKING:
     from sluice_core.scheduling.batching import EnginePolicy
-    from sluice_core.scheduling.decode_order import DecodeSet
+    from sluice_core.scheduling.decode_set import DecodeSet
 
 
 class PlanInForce:

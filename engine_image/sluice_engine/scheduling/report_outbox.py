@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-from sluice_engine import core_messages
+from sluice_engine import core_encoding, core_messages
 
 
 class ReportOutbox:
@@ -71,6 +71,6 @@ class ReportOutbox:
         self._last_load = load
         self._returned, self._refused, self._pulled, self._last_submit_numbers = [], [], [], {}
         output = EngineCoreOutput(
-            request_id=core_messages.REPORT_ID, new_token_ids=[], kv_transfer_params=core_messages.encode_report(report)
+            request_id=core_messages.REPORT_ID, new_token_ids=[], kv_transfer_params=core_encoding.encode_report(report)
         )
         outputs.setdefault(0, EngineCoreOutputs(outputs=[])).outputs.append(output)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sluice_core.records import RequestId
 from sluice_core.scheduling.batching import RequestKind
-from sluice_engine.core_messages import decode_extras
+from sluice_engine.core_encoding import decode_extras
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,8 +20,8 @@ from vllm.v1.request import RequestStatus
 from sluice_core.kv import blocks_for_tokens
 from sluice_core.records import MoveCause
 from sluice_core.scheduling.batching import RequestKind
-from sluice_core.scheduling.decode_order import DecodeSet
-from sluice_engine import core_messages, vllm_check
+from sluice_core.scheduling.decode_set import DecodeSet
+from sluice_engine import core_encoding, core_messages, vllm_check
 from sluice_engine.kv_transfer.grant_table import GrantTable
 from sluice_engine.kv_transfer.kv_offers import KvOffers
 from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
@@ -108,8 +108,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         """Carries out a batch of commands (``core_messages``)."""
         self._grants.expire(time.monotonic())
         self._offers.expire(time.monotonic())
-        return core_messages.encode_answers(
-            [self._carry_out(command) for command in core_messages.decode_commands(commands)]
+        return core_encoding.encode_answers(
+            [self._carry_out(command) for command in core_encoding.decode_commands(commands)]
         )
 
     def _carry_out(self, command: core_messages.Command) -> core_messages.Answer:

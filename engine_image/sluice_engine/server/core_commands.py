@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice.v1 import engine_pb2 as wire
-from sluice_engine import core_messages
+from sluice_engine import core_encoding, core_messages
 from sluice_engine.server import wire_conversion
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class CoreCommands:
         Raises:
             Exception: vLLM's client raises a plain one for whatever goes wrong in the EngineCore.
         """
-        encoded = await self._client.call_utility_async(core_messages.UTILITY, core_messages.encode_commands(commands))
-        return core_messages.decode_answers(encoded)
+        encoded = await self._client.call_utility_async(core_messages.UTILITY, core_encoding.encode_commands(commands))
+        return core_encoding.decode_answers(encoded)
 
     # --- from a router ---------------------------------------------------------------------------------------------
 

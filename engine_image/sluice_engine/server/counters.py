@@ -18,4 +18,6 @@ class ServerCounters:
     num_foreign_kv: int = 0
     num_lost_streams: int = 0
     num_expired_leases: int = 0
+    num_claimed: int = 0
+    num_evicted_ends: int = 0
     finished: dict[int, int] = field(default_factory=dict)

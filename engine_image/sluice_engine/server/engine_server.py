@@ -43,12 +43,14 @@ class ServerIntervals:
         idle_report_s: Longest silence of a stream.
         load_report_s: Shortest time between two load reports that follow no submit.
         lease_s: Time for which the requests of a lost stream go on.
+        resume_s: The same for requests that any router can resume, and the time for which their ends are kept.
         tick_s: Resolution of the first and the last.
     """
 
     idle_report_s: float = 0.5
     load_report_s: float = 0.05
     lease_s: float = 10.0
+    resume_s: float = 30.0
     tick_s: float = 0.1
 
 
@@ -84,7 +86,7 @@ class EngineServer:
         self._usage = UsageRelay()
         self._plan = PlanRelay(hello.max_batch_tokens)
         self._reports = LoadReporter(self._sessions, self.counters, clock, transport)
-        self._submits = SubmitHandler(self._sessions, builder, hello.fingerprint, self.counters)
+        self._submits = SubmitHandler(self._sessions, builder, hello.fingerprint, self.counters, clock)
         self._commands = CoreCommands(client, self._sessions, self._plan, kv_source)
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_poll_s = clock()
@@ -117,6 +119,16 @@ class EngineServer:
         return self._sessions.num_requests
 
     @property
+    def num_held(self) -> int:
+        """Requests that run for a router whose stream is lost."""
+        return sum(len(session.held) for session in list(self._sessions))
+
+    @property
+    def num_kept_ends(self) -> int:
+        """Ended requests whose clients may still ask for their last tokens."""
+        return self._sessions.resumable.num_ended
+
+    @property
     def is_draining(self) -> bool:
         """True from the start of the process's drain on."""
         return self._reports.is_draining
@@ -135,6 +147,7 @@ class EngineServer:
         hello = wire.EngineHello()
         hello.CopyFrom(self._hello)
         hello.held.extend(held)
+        hello.resume_s = self._intervals.resume_s
         load = self._reports.build(session, now_s)
         usage = self._usage.list_others(router_id, now_s)
         stream.send(wire.AttachResponse(hello=hello, load=load, configured=self._plan.in_force, usage=usage))
@@ -151,6 +164,10 @@ class EngineServer:
         if message.HasField("usage"):
             self._pass_on(session, message.usage)
         self._submits.resume(session, message.resumes)
+        if message.claims:
+            self._submits.claim(session, message.claims)
+            # A router whose request was claimed hears of it at once.
+            self._reports.flush_others(session)
         for submit in message.submits:
             replaced, request = self._submits.open(session, submit)
             if replaced:
@@ -201,7 +218,7 @@ class EngineServer:
             outputs: vLLM's ``EngineCoreOutputs``.
             now_s: Time of its receipt.
         """
-        unread = take_tokens(outputs, self._sessions)
+        unread = take_tokens(outputs, self._sessions, now_s)
         if unread:
             releases: list[core_messages.Command] = [core_messages.ReleaseCommand(request_id=name) for name in unread]
             self._start(self._call(releases))
@@ -218,7 +235,7 @@ class EngineServer:
         if report.iteration is not None:
             self.counters.num_iterations += 1
             self.counters.iteration_s += report.iteration.duration_s
-        take_report(report, self._sessions)
+        take_report(report, self._sessions, now_s)
 
     # --- the clock -----------------------------------------------------------------------------------------------
 
@@ -240,7 +257,7 @@ class EngineServer:
             if now_s - session.last_sent_s >= silence_s:
                 self._reports.flush(session, now_s)
         self._usage.sweep(now_s)
-        return self._sessions.end_leases(now_s - self._intervals.lease_s)
+        return self._sessions.end_leases(now_s - self._intervals.lease_s, now_s - self._intervals.resume_s)
 
     async def _poll(self) -> None:
         """Reads the load of an engine that computes nothing: blocks come back and grants lapse without iterations."""

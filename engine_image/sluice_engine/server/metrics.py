@@ -52,6 +52,8 @@ SERVER_COUNTERS = (
     ("foreign_kv", "num_foreign_kv", "Submits whose KV has another fingerprint."),
     ("lost_streams", "num_lost_streams", "Streams that ended."),
     ("expired_leases", "num_expired_leases", "Requests aborted because their router did not come back."),
+    ("claimed", "num_claimed", "Requests that another router has asked for to go on with."),
+    ("evicted_ends", "num_evicted_ends", "Ended requests that were given up early, because too many were kept."),
 )
 # Paths that answer with a state.
 LIVE_PATH, READY_PATH = "/livez", "/readyz"
@@ -84,6 +86,12 @@ class EngineCollector(Collector):
         yield finished
         yield GaugeMetricFamily(
             "sluice_engine_requests", "Requests that have not ended.", value=self._server.num_requests
+        )
+        yield GaugeMetricFamily(
+            "sluice_engine_held_requests", "Those of lost routers, which wait for one.", value=self._server.num_held
+        )
+        yield GaugeMetricFamily(
+            "sluice_engine_kept_ends", "Ended requests that clients may resume.", value=self._server.num_kept_ends
         )
         yield GaugeMetricFamily("sluice_engine_routers", "Routers with a stream.", value=self._server.num_routers)
         yield GaugeMetricFamily("sluice_engine_draining", "1 while draining.", value=int(self._server.is_draining))

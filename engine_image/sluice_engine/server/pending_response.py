@@ -23,10 +23,12 @@ class PendingResponse:
     proposals: list[wire.Proposal] = field(default_factory=list)
     refused: list[wire.HandOffRefused] = field(default_factory=list)
     parts_pulled: list[wire.PartPulled] = field(default_factory=list)
+    claim_answers: list[wire.ClaimAnswer] = field(default_factory=list)
 
     def is_empty(self) -> bool:
         """Nothing happened for this router."""
-        return not (self.slots or self.finished or self.proposals or self.refused or self.parts_pulled)
+        answers = self.refused or self.parts_pulled or self.claim_answers
+        return not (self.slots or self.finished or self.proposals or answers)
 
     def add_tokens(self, slot: int, token_ids: Iterable[int], index: int) -> None:
         """Adds tokens of a slot, the first of which has this index in the whole output."""
@@ -49,6 +51,7 @@ class PendingResponse:
             proposals=self.proposals,
             hand_offs_refused=self.refused,
             parts_pulled=self.parts_pulled,
+            claim_answers=self.claim_answers,
             load=load,
             prefixes=prefixes,
         )

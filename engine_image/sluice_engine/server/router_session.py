@@ -40,7 +40,9 @@ class RouterRequest:
         held_since_s: When its stream was lost; None while it has one.
         token_ids: Output tokens made here.
         logprobs: One for each of them; empty when the request asked for none.
-        ended: How it ended while it was held; None while it runs.
+        ended: How it ended while it was held, or where it is kept for another router; None while it runs.
+        submit: How it came, where its client may resume it at another router; None: it may not.
+        submitted_s: When that was.
     """
 
     session: RouterSession
@@ -54,6 +56,8 @@ class RouterRequest:
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     logprobs: list[wire.TokenLogprobs] = field(default_factory=list)
     ended: wire.Finished | None = None
+    submit: wire.Submit | None = None
+    submitted_s: float = 0.0
 
     @property
     def num_output_tokens(self) -> int:
@@ -176,10 +180,31 @@ class RouterSession:
         """Takes the held requests of one id out of the session."""
         return self._take_out([request for request in self.held.values() if request.request_id == request_id])
 
-    def take_expired(self, held_until_s: float) -> list[RouterRequest]:
-        """Takes requests out of the session that have been held since then or longer, new stream or not."""
-        since = ((request, request.held_since_s) for request in self.held.values())
-        return self._take_out([request for request, held_s in since if held_s is None or held_s <= held_until_s])
+    def take_expired(self, held_until_s: float, resumable_until_s: float) -> list[RouterRequest]:
+        """Takes requests out of the session that have been held since then or longer, new stream or not.
+
+        Args:
+            held_until_s: For requests that their own router alone can resume.
+            resumable_until_s: For those that any router can.
+        """
+        expired = []
+        for request in self.held.values():
+            until_s = held_until_s if request.submit is None else min(held_until_s, resumable_until_s)
+            if request.held_since_s is None or request.held_since_s <= until_s:
+                expired.append(request)
+        return self._take_out(expired)
+
+    def let_go(self, request: RouterRequest) -> None:
+        """Another router goes on with a request: its slot here ends."""
+        if request.slot is not None:
+            reason = sampling_pb2.FINISH_REASON_CLAIMED
+            self._pending.finished.append(wire.Finished(slot=request.slot, reason=reason))
+        self.drop(request)
+
+    def hold(self, request: RouterRequest, now_s: float) -> None:
+        """Holds a request that another router has let go."""
+        request.session, request.slot, request.held_since_s = self, None, now_s
+        self.held[request.core_id] = request
 
     def _take_out(self, requests: list[RouterRequest]) -> list[RouterRequest]:
         for request in requests:
@@ -252,8 +277,12 @@ class RouterSession:
         stop_token_id: int | None = None,
         handed_off: core_messages.HandedOffKv | None = None,
         error: str = "",
-    ) -> None:
-        """Ends a request's slot; a held request's end waits for the next stream, unless it was handed off to nobody."""
+    ) -> wire.Finished:
+        """Ends a request's slot; a held request's end waits for the next stream, unless it was handed off to nobody.
+
+        Returns:
+            The end.
+        """
         finished = wire.Finished(
             reason=reason,
             stop_token_id=stop_token_id,
@@ -265,13 +294,22 @@ class RouterSession:
             request.ended = finished
             if handed_off is not None:
                 self.drop(request)
-            return
+            return finished
         finished.slot = request.slot
         if handed_off is not None:
             self.handed_off[request.slot] = request.core_id
             self._kv_source.fill(finished.kv, handed_off.num_tokens, handed_off.transfer_params)
         self._pending.finished.append(finished)
         self.drop(request)
+        return finished
+
+    def add_claim_answer(self, answer: wire.ClaimAnswer) -> None:
+        """Answers a claim."""
+        self._pending.claim_answers.append(answer)
+
+    def add_claimed(self, slot: int) -> None:
+        """Ends the slot of a submit that another router's claim has overtaken."""
+        self._pending.finished.append(wire.Finished(slot=slot, reason=sampling_pb2.FINISH_REASON_CLAIMED))
 
     def add_refusal(self, slot: int, error: str) -> None:
         """Ends the slot of a submit that cannot run."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sluice_core.shares import choose_owner
 from sluice_engine.server.attach_stream import AttachStream
+from sluice_engine.server.resumption.resumable_requests import ResumableRequests
 from sluice_engine.server.router_session import RouterSession
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class SessionTable:
 
     Attributes:
         requests: Requests that have not ended, by their id in the EngineCore.
+        resumable: Requests that another router may go on with.
         owner: Router in whose share the engine is.
     """
 
@@ -37,6 +39,7 @@ class SessionTable:
         self._by_stream: dict[int, RouterSession] = {}
         self._num_streams = 0
         self.requests: dict[str, RouterRequest] = {}
+        self.resumable = ResumableRequests(counters)
         self.owner = ""
         self._cached_blocks: set[int] = set()
 
@@ -94,25 +97,35 @@ class SessionTable:
     def forget(self, request: RouterRequest) -> str:
         """Forgets a request without a word to its router; returns its core id."""
         self.requests.pop(request.core_id, None)
+        self.resumable.forget(request)
         request.session.drop(request)
         return request.core_id
 
-    def finish(self, request: RouterRequest, reason: sampling_pb2.FinishReason.ValueType, **details: Any) -> None:
+    def finish(
+        self, request: RouterRequest, reason: sampling_pb2.FinishReason.ValueType, now_s: float, **details: Any
+    ) -> None:
         """Ends a request for its router; ``details`` are those of ``RouterSession.add_finished``."""
         self._counters.finished[reason] = self._counters.finished.get(reason, 0) + 1
-        request.session.add_finished(request, reason, **details)
+        finished = request.session.add_finished(request, reason, **details)
         self.requests.pop(request.core_id, None)
+        if request.submit is not None:
+            self.resumable.keep_end(request, finished, now_s)
 
-    def end_leases(self, until_s: float) -> list[str]:
+    def end_leases(self, until_s: float, resumable_until_s: float) -> list[str]:
         """Forgets requests whose stream was lost then or before, and routers that have been away since.
+
+        Args:
+            until_s: For requests that their own router alone can resume, and for routers.
+            resumable_until_s: For requests that any router can.
 
         Returns:
             Core ids of the requests.
         """
         expired = []
+        self.resumable.sweep(resumable_until_s)
         for session in list(self):
-            expired += [self.forget(request) for request in session.take_expired(until_s)]
-            if session.lost_at_s is not None and session.lost_at_s <= until_s:
+            expired += [self.forget(request) for request in session.take_expired(until_s, resumable_until_s)]
+            if session.lost_at_s is not None and session.lost_at_s <= until_s and not session.held:
                 del self._by_router[session.router_id]
                 self._by_stream.pop(session.number, None)
         self._counters.num_expired_leases += len(expired)

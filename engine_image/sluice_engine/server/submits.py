@@ -10,7 +10,7 @@ from sluice_engine.errors import SubmitRefusedError
 from sluice_engine.server import wire_conversion
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from sluice.v1 import engine_pb2 as wire
     from sluice_engine.core_client import RequestBuilder
@@ -27,15 +27,22 @@ class SubmitHandler:
         builder: Makes the EngineCore's requests.
         fingerprint: This engine's.
         counters: What is counted for metrics.
+        clock: Monotonic seconds.
     """
 
     def __init__(
-        self, sessions: SessionTable, builder: RequestBuilder, fingerprint: str, counters: ServerCounters
+        self,
+        sessions: SessionTable,
+        builder: RequestBuilder,
+        fingerprint: str,
+        counters: ServerCounters,
+        clock: Callable[[], float],
     ) -> None:
         self._sessions = sessions
         self._builder = builder
         self._fingerprint = fingerprint
         self._counters = counters
+        self._clock = clock
         self._num_core_ids = 0
 
     def resume(self, session: RouterSession, resumes: Iterable[wire.Resume]) -> None:
@@ -43,6 +50,11 @@ class SubmitHandler:
         for resume in resumes:
             if resume.slot in session.by_slot or not session.resume(resume):
                 session.add_not_held(resume.slot)
+
+    def claim(self, session: RouterSession, claims: Iterable[wire.Claim]) -> None:
+        """Lets a router go on with requests that another one had."""
+        for claim in claims:
+            session.add_claim_answer(self._sessions.resumable.claim(session, claim.resume_key, self._clock()))
 
     def open(self, session: RouterSession, submit: wire.Submit) -> tuple[list[str], Any]:
         """Enters a submit.
@@ -53,11 +65,15 @@ class SubmitHandler:
         self._counters.num_submits += 1
         session.received_submit_number = max(session.received_submit_number, submit.submit_number)
         # The router has lost count of what is held for it, or would have resumed it: the new submit takes its place.
-        replaced = [request.core_id for request in session.take_held(submit.request_id)]
+        replaced = [self._sessions.forget(request) for request in session.take_held(submit.request_id)]
         if submit.slot in session.by_slot:
             # A slot has one end: the request that is in it goes with the refusal.
             replaced.append(self._sessions.forget(session.by_slot[submit.slot]))
             self._refuse(session, submit, f"slot: {submit.slot} is in use")
+            return replaced, None
+        if self._sessions.resumable.refuses(submit, session.router_id):
+            session.add_claimed(submit.slot)
+            session.report_submits(None)
             return replaced, None
         if submit.HasField("kv") and submit.kv.fingerprint != self._fingerprint:
             self._counters.num_foreign_kv += 1
@@ -75,7 +91,9 @@ class SubmitHandler:
         except SubmitRefusedError as error:
             self._refuse(session, submit, str(error))
             return replaced, None
-        self._sessions.requests[core_id] = session.open(core_id, submit)
+        request = self._sessions.requests[core_id] = session.open(core_id, submit)
+        if submit.resume_key:
+            self._sessions.resumable.enter(request, submit, self._clock())
         return replaced, core_request
 
     def _refuse(self, session: RouterSession, submit: wire.Submit, error: str) -> None:
@@ -90,6 +108,6 @@ class SubmitHandler:
             if abort.held_request_id:
                 core_ids += [self._sessions.forget(request) for request in session.take_held(abort.held_request_id)]
             elif request := session.by_slot.get(abort.slot):
-                self._sessions.finish(request, sampling_pb2.FINISH_REASON_ABORTED)
+                self._sessions.finish(request, sampling_pb2.FINISH_REASON_ABORTED, self._clock())
                 core_ids.append(request.core_id)
         return core_ids

@@ -20,6 +20,7 @@ class ConditionType(StrEnum):
     NETWORK_READY = "NetworkReady"
     SLO_MET = "SLOMet"
     AUTOTUNED = "Autotuned"
+    AUTOSCALED = "Autoscaled"
 
 
 class Reason(StrEnum):
@@ -77,12 +78,16 @@ class Reason(StrEnum):
     NO_LATENCY_MODEL = "NoLatencyModel"
     NOTHING_TO_TUNE = "NothingToTune"
     SEARCH_FAILED = "SearchFailed"
+    SIZED = "Sized"
+    IDLE = "Idle"
+    AT_MAXIMUM = "AtMaximum"
 
 
 # The reasons of each condition, those of the good state first.
 REASONS: dict[ConditionType, tuple[Reason, ...]] = {
     ConditionType.READY: (
         Reason.SERVING,
+        Reason.IDLE,
         Reason.STARTING,
         Reason.SPEC_INVALID,
         Reason.ENGINES_NOT_READY,
@@ -144,6 +149,18 @@ REASONS: dict[ConditionType, tuple[Reason, ...]] = {
         Reason.NO_SAMPLE,
         Reason.NO_LATENCY_MODEL,
         Reason.NOTHING_TO_TUNE,
+        Reason.SPEC_INVALID,
+        Reason.SEARCH_FAILED,
+    ),
+    ConditionType.AUTOSCALED: (
+        Reason.SIZED,
+        Reason.IDLE,
+        Reason.OFF,
+        Reason.RECOMMENDED,
+        Reason.AT_MAXIMUM,
+        Reason.SEARCHING,
+        Reason.NO_SAMPLE,
+        Reason.NO_LATENCY_MODEL,
         Reason.SPEC_INVALID,
         Reason.SEARCH_FAILED,
     ),

@@ -138,3 +138,12 @@ def port_range(text: str) -> range:
     """Reads a checked port range such as ``"7000-7099"``, both ends included."""
     low, high = text.split("-")
     return range(int(low), int(high) + 1)
+
+
+class KeyRef(ManifestModel):
+    """A key of a Secret or a ConfigMap in the cluster's namespace."""
+
+    name: ObjectName
+    """Name of the object."""
+    key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)]
+    """Key in it."""

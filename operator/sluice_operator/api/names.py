@@ -39,6 +39,8 @@ UPGRADE_ANNOTATION = f"{GROUP}/upgrade"
 GENERATION_ANNOTATION = f"{GROUP}/plan-generation"
 # On the plan: sliders that autotune put in force instead of the spec's.
 TUNED_ANNOTATION = f"{GROUP}/tuned"
+# On the plan: how many engines autoscaling asks for, and what it knows of them.
+SCALE_ANNOTATION = f"{GROUP}/scale"
 
 ENGINE = "engine"
 ROUTER = "router"

@@ -1,4 +1,4 @@
-"""Resolves the sliders of a spec: the number of P-heavy engines, and each role's chunk size."""
+"""Resolves the sliders of a spec: P-heavy engines, each role's chunk size, and what strategies have as parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from sluice_core.records import Role
 from sluice_core.strategies import DEFAULT_STRATEGY, Strategy, get_strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sluice_core.strategies.parameters import Parameter
     from sluice_operator.api.spec import SpecFields
 
 
@@ -37,11 +40,24 @@ class Sliders:
         return self.prefill_heavy_tokens if role is Role.PREFILL_HEAVY else self.decode_heavy_tokens
 
 
+def write_parameters(spec: SpecFields, rows: Iterable[Parameter]) -> dict[str, str]:
+    """Writes parameters of a spec as on the wire, by name.
+
+    Args:
+        spec: The spec.
+        rows: Those that are written.
+    """
+    return {row.name: str(getattr(spec.parameters, row.name)) for row in rows}
+
+
 def scale_sliders(sliders: Sliders, replicas: int, num_engines: int) -> Sliders:
     """Scales the number of P-heavy engines from a fleet of one size to another, rounded half up.
 
     Both kinds stay where the whole fleet has both; a single engine is P-heavy where D-heavy ones take no prefills.
     """
+    if not replicas:
+        # A fleet of none has no share of its own to keep.
+        return sliders
     low, high = find_mix_limits(sliders, replicas, num_engines)
     nearest = (2 * sliders.num_prefill_heavy * num_engines + replicas) // (2 * replicas)
     return replace(sliders, num_prefill_heavy=min(max(nearest, low), high))

@@ -1,14 +1,17 @@
 """The fields of a ServingCluster's spec: each with its default, its bounds and what a change of it does.
 
-The operator and ``sluice up`` read manifests by these models. Rules that tie fields together are in ``validation``.
+The operator and ``sluice up`` read manifests by these models. ``model_spec`` has what is below ``model``, and
+``pod_fields`` what engines and routers share. Rules that tie fields together are in ``validation``.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from sluice_core.slo import DEFAULT_ATTAINMENT
+from sluice_operator.api.autoscaling_spec import AutoscalingSpec
 from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.field_types import (
     DISABLED_IS_OFF,
@@ -16,7 +19,6 @@ from sluice_operator.api.field_types import (
     CountOrPercentage,
     ErrorRate,
     HostName,
-    HttpUrl,
     Label,
     ManifestModel,
     ObjectName,
@@ -24,12 +26,13 @@ from sluice_operator.api.field_types import (
     Port,
     PortRange,
     Quantity,
-    RelativePath,
     ResourceName,
     StrictBool,
     StringMap,
     Text,
 )
+from sluice_operator.api.model_spec import ModelSpec  # noqa: TC001 - pydantic looks it up
+from sluice_operator.api.pod_fields import PodFields, Resources
 
 # Largest chunk size of all, in tokens.
 MAX_BATCH_TOKENS = 1_048_576
@@ -74,7 +77,7 @@ class SloSpec(ManifestModel):
     """Objective for the time to first token, in milliseconds."""
     tpot_milliseconds: Annotated[int, Field(strict=True, ge=1, le=60_000)]
     """Objective for the time per output token, in milliseconds."""
-    attainment: Percentage = "90%"
+    attainment: Percentage = f"{DEFAULT_ATTAINMENT:.0%}"
     """Share of requests that should meet both objectives, such as 90%."""
     classes: Annotated[tuple[SloClassSpec, ...], Field(max_length=16)] = ()
     """Named objectives besides the default ones."""
@@ -125,156 +128,6 @@ class ParametersSpec(ManifestModel):
     0: the least objective for the time per output token among them."""
 
 
-class KeyRef(ManifestModel):
-    """A key of a Secret or a ConfigMap in the cluster's namespace."""
-
-    name: ObjectName
-    """Name of the object."""
-    key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)]
-    """Key in it."""
-
-
-class ProxySpec(ManifestModel):
-    """The proxy through which the model is fetched. Traffic among pods of the cluster never takes it."""
-
-    http_proxy: HttpUrl | None = None
-    """Proxy of http addresses (HTTP_PROXY)."""
-    https_proxy: HttpUrl | None = None
-    """Proxy of https addresses (HTTPS_PROXY)."""
-    no_proxy: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
-    """Hosts and domains that are reached without it (NO_PROXY)."""
-
-
-class CaBundle(ManifestModel):
-    """Certificates of the authorities that are trusted, as PEM: exactly one."""
-
-    secret_key_ref: KeyRef | None = None
-    """Key of a Secret."""
-    config_map_key_ref: KeyRef | None = None
-    """Key of a ConfigMap."""
-
-
-class HuggingFaceSource(ManifestModel):
-    """The model is fetched from the Hugging Face Hub by model.name."""
-
-    token_secret_ref: KeyRef | None = None
-    """Key of the Secret that holds the token for gated models."""
-    cache_claim_name: ObjectName | None = None
-    """PersistentVolumeClaim that keeps what was fetched; each pod fetches for itself when absent."""
-    endpoint: HttpUrl | None = None
-    """Address of a mirror of the Hub (HF_ENDPOINT); https://huggingface.co when absent."""
-    proxy: ProxySpec | None = None
-    """The proxy through which the model is fetched. Traffic among pods of the cluster never takes it."""
-    ca_bundle: CaBundle | None = None
-    """Certificates of the authorities that are trusted when the model is fetched, instead of the public ones."""
-
-
-class PersistentVolumeClaimSource(ManifestModel):
-    """The model lies on a volume; `sluice up` looks in .sluice/volumes/<claimName>/<path>."""
-
-    claim_name: ObjectName
-    """Name of the claim."""
-    path: RelativePath = "."
-    """Directory of the model, relative to the volume."""
-
-
-class ImageSource(ManifestModel):
-    """The model lies in an OCI image, mounted as a volume."""
-
-    reference: Text
-    """Image reference."""
-    path: RelativePath = "."
-    """Directory of the model, relative to the image's root."""
-
-
-class ModelSource(ManifestModel):
-    """Where the model comes from: exactly one."""
-
-    hugging_face: HuggingFaceSource | None = None
-    """The Hugging Face Hub."""
-    persistent_volume_claim: PersistentVolumeClaimSource | None = None
-    """A volume."""
-    image: ImageSource | None = None
-    """An OCI image."""
-
-
-class ModelSpec(ManifestModel):
-    """The model; mounted read-only at /model in engines and routers."""
-
-    name: Text
-    """Name of the model, such as Qwen/Qwen2.5-14B-Instruct."""
-    revision: Text | None = None
-    """Revision of the model. What is no commit of the Hub's is resolved once, and every pod fetches that commit."""
-    served_name: Text | None = None
-    """Name that clients use; model.name when absent."""
-    source: ModelSource
-    """Where it comes from: exactly one of the fields below."""
-
-
-class FieldRef(ManifestModel):
-    """A field of the pod."""
-
-    field_path: Text
-    """Path of the field, such as status.podIP."""
-
-
-class EnvVarSource(ManifestModel):
-    """Where the value of a variable comes from: exactly one."""
-
-    secret_key_ref: KeyRef | None = None
-    """Key of a Secret."""
-    config_map_key_ref: KeyRef | None = None
-    """Key of a ConfigMap."""
-    field_ref: FieldRef | None = None
-    """Field of the pod."""
-
-
-class EnvVar(ManifestModel):
-    """An environment variable of the container."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
-    """Name of the variable; names that Sluice sets itself are refused."""
-    value: Annotated[str, Field(max_length=4096)] | None = None
-    """Its value."""
-    value_from: EnvVarSource | None = None
-    """Where its value comes from, instead of value; not for `sluice up`."""
-
-
-class ResourceClaim(ManifestModel):
-    """A claim of the pod that a container uses."""
-
-    name: Label
-    """Name of the claim in the pod."""
-    request: Label | None = None
-    """One request of the claim; all of them when absent."""
-
-
-class Resources(ManifestModel):
-    """Kubernetes' resource requirements; `sluice up` does not enforce them."""
-
-    limits: Annotated[dict[str, Quantity], Field(max_length=16)] = Field(default_factory=dict)
-    """Limit of each resource, such as nvidia.com/gpu: 1."""
-    requests: Annotated[dict[str, Quantity], Field(max_length=16)] = Field(default_factory=dict)
-    """Resources reserved; the limits when absent."""
-    claims: Annotated[tuple[ResourceClaim, ...], Field(max_length=16)] = ()
-    """Resource claims of the pod that the container uses."""
-
-
-class Toleration(ManifestModel):
-    """Taints that a pod tolerates."""
-
-    key: ResourceName | None = None
-    """Key of the taint; any when absent."""
-    operator: Literal["Equal", "Exists"] = "Equal"
-    """Equal matches the same value, Exists any value."""
-    value: Annotated[str, Field(max_length=63)] | None = None
-    """Value of the taint."""
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Effect of the taint (NoSchedule, PreferNoSchedule, NoExecute); any when absent."""
-    toleration_seconds: Annotated[int, Field(strict=True, ge=0, le=86_400)] | None = None
-    """Longest time on a node with this taint and effect NoExecute; unlimited when absent."""
-
-
 class Emulation(ManifestModel):
     """Replaces the forward pass by the clock of a latency model."""
 
@@ -282,28 +135,6 @@ class Emulation(ManifestModel):
     """GPU that is emulated, such as h100."""
     model: Text
     """Model whose iterations are emulated."""
-
-
-class PodFields(ManifestModel):
-    """What users may say of engine pods and of router pods."""
-
-    env: Annotated[tuple[EnvVar, ...], Field(max_length=64)] = ()
-    """Further environment variables."""
-    image_pull_secrets: Annotated[tuple[ObjectName, ...], Field(max_length=16)] = ()
-    """Secrets that hold the registry's credentials, by name."""
-    node_selector: StringMap = Field(default_factory=dict)
-    """Labels of the nodes that pods may run on."""
-    tolerations: Annotated[tuple[Toleration, ...], Field(max_length=32)] = ()
-    """Taints that pods tolerate."""
-    affinity: dict[str, Any] = Field(default_factory=dict)
-    """Kubernetes' affinity of the pods."""
-    service_account_name: ObjectName | None = None
-    """Service account of the pods, for identities at a cloud; one without rights of Sluice's own when absent.
-    Pods get no token for the API server by it."""
-    pod_template: dict[str, Any] = Field(default_factory=dict)
-    """Merged over the pod template that the operator renders, for what has no field here: maps by their keys, lists of
-    Kubernetes by their elements' keys; null removes a field. The API server checks the result.
-    It cannot reach the host, unless the operator was installed with allowHostAccess."""
 
 
 class EngineSpec(PodFields):
@@ -328,6 +159,8 @@ class EngineSpec(PodFields):
     """Longest time from the start of an engine until it serves."""
     drain_timeout_seconds: Annotated[int, Field(strict=True, ge=0, le=86_400)] = 300
     """Longest time an engine may take to hand its work over before it stops."""
+    resume_timeout_seconds: Annotated[int, Field(strict=True, ge=0, le=3600)] = 30
+    """How long a stream that its client can resume goes on after its connection or its router was lost."""
     shared_memory: Quantity | None = None
     """Size of /dev/shm."""
     emulation: Emulation | None = None
@@ -632,6 +465,8 @@ class SpecFields(ManifestModel):
     """How engines are replaced when a field that restarts them changes. In force without a restart."""
     autotune: Annotated[AutotuneSpec, FieldEffect.LIVE] = AutotuneSpec()
     """The search for better sliders; its results go to the status, never to the spec."""
+    autoscaling: Annotated[AutoscalingSpec, FieldEffect.LIVE] = AutoscalingSpec()
+    """How many engines what arrives needs; the number goes to the status, never to the spec."""
 
 
 class Metadata(ManifestModel):

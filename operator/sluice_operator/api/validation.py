@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sluice_operator.api.field_types import ManifestModel
-    from sluice_operator.api.spec import EnvVar, PodFields, SpecFields, TlsSpec, TokenBounds
+    from sluice_operator.api.pod_fields import EnvVar, PodFields
+    from sluice_operator.api.spec import SpecFields, TlsSpec, TokenBounds
 
 MIN_CHUNK_TOKENS = 16
 # Ports of an engine pod that the manifest does not choose; the CRD names the same numbers in two CEL rules.
@@ -356,6 +357,37 @@ def _a_roll_goes_on(spec: SpecFields) -> Iterator[RuleViolation]:
         )
 
 
+def _scaling_has_bounds(spec: SpecFields) -> Iterator[RuleViolation]:
+    scaling, path = spec.autoscaling, ("autoscaling",)
+    if scaling.max_replicas is None:
+        if scaling.mode != "Disabled":
+            message = f"is required by mode {scaling.mode}; add it"
+            yield RuleViolation(path=(*path, "maxReplicas"), value=None, message=message)
+    elif scaling.min_replicas > scaling.max_replicas:
+        yield RuleViolation(
+            path=(*path, "minReplicas"),
+            value=scaling.min_replicas,
+            message=f"is above maxReplicas, {scaling.max_replicas}; lower it, or raise that",
+        )
+
+
+def _scaling_keeps_roles(spec: SpecFields) -> Iterator[RuleViolation]:
+    scaling, bounds = spec.autoscaling, spec.autotune.bounds.prefill_heavy
+    if scaling.mode == "Disabled":
+        return
+    if str(spec.prefill_heavy).isdecimal():
+        message = "is a count, which does not follow the engines of autoscaling; use a percentage"
+        yield RuleViolation(path=("prefillHeavy",), value=spec.prefill_heavy, message=message)
+    if bounds and (str(bounds.min).isdecimal() or str(bounds.max).isdecimal()):
+        message = "must be percentages: counts do not follow the engines of autoscaling"
+        yield RuleViolation(path=("autotune", "bounds", "prefillHeavy"), value=str(bounds.min), message=message)
+    if resolve_sliders(spec).decode_heavy_tokens == 0:
+        for name, value in (("minReplicas", scaling.min_replicas), ("maxReplicas", scaling.max_replicas)):
+            if value == 1:
+                message = "is too few: prefills and decodes have engines of their own; use 2"
+                yield RuleViolation(path=("autoscaling", name), value=1, message=message)
+
+
 RULES: tuple[Callable[[SpecFields], Iterator[RuleViolation]], ...] = (
     _chunks_fit_the_batch,
     _count_fits_the_replicas,
@@ -372,4 +404,6 @@ RULES: tuple[Callable[[SpecFields], Iterator[RuleViolation]], ...] = (
     _names_are_for_cert_manager,
     _bounds_are_ordered,
     _a_roll_goes_on,
+    _scaling_has_bounds,
+    _scaling_keeps_roles,
 )

@@ -37,6 +37,8 @@ class ScalerObservation:
         max_replicas: ``autoscaling.maxReplicas``.
         up_window_s: ``autoscaling.scaleUp.stabilizationWindowSeconds``.
         down_window_s: ``autoscaling.scaleDown.stabilizationWindowSeconds``.
+        least_serving: Fewest engines that can serve at all.
+        is_trial: Whether sliders are on trial: fewer engines would spoil what is measured, so none leave.
     """
 
     now: float
@@ -50,6 +52,8 @@ class ScalerObservation:
     max_replicas: int
     up_window_s: float = 0.0
     down_window_s: float = 300.0
+    least_serving: int = 1
+    is_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,7 @@ class ScalerState:
         demand: What arrives.
         num_arrived: Arrivals at the last call; None: there was none.
         began_s: When it began to watch.
+        active_s: When something arrived or ran last.
         recommendations: When how many engines were wanted, the newest last.
         replicas: Engines to have; None: nothing was decided yet.
     """
@@ -67,6 +72,7 @@ class ScalerState:
     demand: DemandForecast = field(default_factory=lambda: DemandForecast(lead_s=0.0))
     num_arrived: float | None = None
     began_s: float = 0.0
+    active_s: float = 0.0
     recommendations: tuple[tuple[float, int], ...] = ()
     replicas: int | None = None
 
@@ -76,37 +82,49 @@ def decide(state: ScalerState, observation: ScalerObservation) -> ScalerState:
     now = observation.now
     if state.num_arrived is None:
         demand = state.demand.count(now, 0.0)
-        state = replace(state, demand=demand, num_arrived=observation.num_arrived, began_s=now)
+        state = replace(state, demand=demand, num_arrived=observation.num_arrived, began_s=now, active_s=now)
     # A router that is gone takes its counters along.
     new = max(0.0, observation.num_arrived - (state.num_arrived or 0.0))
     demand = replace(state.demand, lead_s=observation.start_s).count(now, new)
-    state = replace(state, demand=demand, num_arrived=observation.num_arrived)
+    active_s = now if new or observation.num_inside else state.active_s
+    state = replace(state, demand=demand, num_arrived=observation.num_arrived, active_s=active_s)
     wanted = count_wanted(state, observation)
-    if wanted is None:
-        return replace(state, replicas=_clamp(observation.replicas, observation))
     kept = max(observation.up_window_s, observation.down_window_s)
     state = replace(state, recommendations=_remember(state.recommendations, now, wanted, kept))
     return replace(state, replicas=_stabilize(state, observation, wanted))
 
 
-def count_wanted(state: ScalerState, observation: ScalerObservation) -> int | None:
-    """Counts the engines that what arrives needs; None: nothing says how much an engine does.
+def restart(state: ScalerState, now: float) -> ScalerState:
+    """Begins anew with another number of engines; what is known of the demand stays."""
+    return replace(state, began_s=now, active_s=now, recommendations=(), replicas=None)
+
+
+def is_idle(state: ScalerState, observation: ScalerObservation) -> bool:
+    """Whether nothing arrived or ran for the scale-down window; of a fleet of none, whether nothing waits now."""
+    if not observation.replicas:
+        return not observation.num_inside
+    return observation.now - state.active_s >= observation.down_window_s and not observation.num_inside
+
+
+def compute_rate_rps(state: ScalerState, observation: ScalerObservation) -> float:
+    """Computes the rate that engines are wanted for: what is expected, with headroom, and what waits."""
+    return state.demand.forecast_rps * state.demand.headroom + observation.num_waiting / BACKLOG_S
+
+
+def count_wanted(state: ScalerState, observation: ScalerObservation) -> int:
+    """Counts the engines that what arrives needs.
 
     Args:
         state: Arrivals, counted up to now.
         observation: See there.
     """
-    is_idle = not observation.num_inside and not state.demand.bin_count and not any(state.demand.counts)
-    # An operator that has just begun leaves a fleet of none as it is, and any other one for a window.
-    if is_idle and (not observation.replicas or observation.now - state.began_s >= observation.down_window_s):
+    if is_idle(state, observation):
         return observation.min_replicas
     if observation.capacity is None:
         # What waits needs an engine, how much it may do.
         return _clamp(max(observation.replicas, 1), observation)
-    demand = state.demand
-    rate_rps = demand.forecast_rps * demand.headroom + observation.num_waiting / BACKLOG_S
-    needed = observation.capacity.count_engines(rate_rps, 1, max(observation.max_replicas, 1))
-    return _clamp(needed, observation)
+    rate_rps = compute_rate_rps(state, observation)
+    return _clamp(observation.capacity.count_engines(rate_rps, 1, max(observation.max_replicas, 1)), observation)
 
 
 def _stabilize(state: ScalerState, observation: ScalerObservation, wanted: int) -> int:
@@ -117,14 +135,20 @@ def _stabilize(state: ScalerState, observation: ScalerObservation, wanted: int) 
     if wanted > replicas:
         recent = [number for at_s, number in state.recommendations if at_s > now - observation.up_window_s]
         is_old = now - state.began_s >= observation.up_window_s
-        return max(min([*recent, wanted]), replicas) if is_old else replicas
+        return _clamp(max(min([*recent, wanted]), replicas) if is_old else replicas, observation)
+    if observation.is_trial:
+        return _clamp(replicas, observation)
+    if is_idle(state, observation):
+        # No more were needed for the window, whatever was wanted for what might have come.
+        return wanted
     recent = [number for at_s, number in state.recommendations if at_s > now - observation.down_window_s]
     is_old = now - state.began_s >= observation.down_window_s
     return _clamp(min(max([*recent, wanted]), replicas) if is_old else replicas, observation)
 
 
 def _clamp(number: int, observation: ScalerObservation) -> int:
-    return min(max(number, observation.min_replicas), observation.max_replicas)
+    bounded = min(max(number, observation.min_replicas), observation.max_replicas)
+    return max(bounded, observation.least_serving) if bounded else 0
 
 
 def _remember(

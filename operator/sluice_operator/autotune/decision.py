@@ -108,6 +108,7 @@ class TunerObservation:
         is_settled: Every engine has taken the newest plan, and none comes or goes.
         stored: What an earlier process left.
         chooses_strategy: Whether ``spec.strategy`` leaves the strategy to the tuner.
+        sized: Sliders that a search for capacity found for so many engines; None: none has.
     """
 
     now: float
@@ -121,6 +122,7 @@ class TunerObservation:
     is_settled: bool = True
     stored: StoredSliders | None = None
     chooses_strategy: bool = False
+    sized: Sliders | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +150,8 @@ class TunerState:
         basis: The part of the spec that this state belongs to; empty: nothing was observed yet.
         replicas: Engines that the sliders in it are for.
         tuned: Sliders in force instead of the spec's; None: the spec's.
+        home: The size that they were found for, and what they were there: from one engine no mix can be told; None:
+            they were found for this one.
         edited_s: When the user edited the sliders last; None: not in this process's time.
         changes_s: When the tuner changed sliders, returns included.
         last_request: Newest search request.
@@ -164,6 +168,7 @@ class TunerState:
     basis: str = ""
     replicas: int = 0
     tuned: Sliders | None = None
+    home: tuple[int, Sliders] | None = None
     edited_s: float | None = None
     changes_s: tuple[float, ...] = ()
     last_request: SearchRequest | None = None
@@ -210,7 +215,7 @@ def decide(state: TunerState, observation: TunerObservation) -> TunerState:
         return TunerState()
     if state.basis != observation.basis:
         state = _reset(state, observation)
-    state = _follow_size(state, observation.replicas)
+    state = _follow_size(state, observation)
     if state.trial is not None:
         # The verdict comes before another search: bad sliders change the workload too, since clients wait.
         state = _evaluate_trial(state, state.trial, observation)
@@ -320,16 +325,26 @@ def _reset(state: TunerState, observation: TunerObservation) -> TunerState:
     return replace(fresh, trial=trial)
 
 
-def _follow_size(state: TunerState, replicas: int) -> TunerState:
-    """Scales the sliders in force, and those to return to, with the fleet."""
-    if replicas == state.replicas:
+def _follow_size(state: TunerState, observation: TunerObservation) -> TunerState:
+    """Gives another number of engines sliders of its own: those found for it, or those in force, scaled.
+
+    A trial goes on, and is measured anew with the engines that there are then.
+    """
+    replicas = observation.replicas
+    if replicas == state.replicas or not replicas or not state.replicas:
+        # A fleet of none has no sliders: those that it had count from where it comes back.
         return state
-
-    def scale(sliders: Sliders | None) -> Sliders | None:
-        return sliders and scale_sliders(sliders, state.replicas, replicas)
-
-    trial = state.trial and replace(state.trial, former=scale(state.trial.former))
-    return replace(state, replicas=replicas, tuned=scale(state.tuned), trial=trial)
+    # What finished before ran on another fleet.
+    state = replace(state, baseline=observation.counts)
+    if state.trial is None and observation.sized is not None and observation.sized not in state.rejected:
+        return replace(state, replicas=replicas, tuned=observation.sized, home=None)
+    home = state.home or (state.tuned and (state.replicas, state.tuned)) or None
+    tuned = home and scale_sliders(home[1], home[0], replicas)
+    trial = state.trial
+    if trial is not None:
+        former = trial.former and scale_sliders(trial.former, state.replicas, replicas)
+        trial = replace(trial, former=former, start=None, started_s=observation.now)
+    return replace(state, replicas=replicas, tuned=tuned, home=home, trial=trial)
 
 
 def _needs_search(state: TunerState, request: SearchRequest, observation: TunerObservation) -> bool:
@@ -396,6 +411,7 @@ def _take_back(state: TunerState, trial: AutotuneTrial, observation: TunerObserv
     return replace(
         state,
         tuned=trial.former,
+        home=None,
         trial=None,
         rejected=rejected,
         baseline=observation.counts,
@@ -405,7 +421,7 @@ def _take_back(state: TunerState, trial: AutotuneTrial, observation: TunerObserv
 
 def _start_trial(state: TunerState, sliders: Sliders, observation: TunerObservation) -> TunerState:
     trial = AutotuneTrial(former=state.tuned, before=observation.counts - state.baseline, started_s=observation.now)
-    return replace(state, tuned=sliders, trial=trial, changes_s=_append_change(state, observation))
+    return replace(state, tuned=sliders, home=None, trial=trial, changes_s=_append_change(state, observation))
 
 
 def _append_change(state: TunerState, observation: TunerObservation) -> tuple[float, ...]:

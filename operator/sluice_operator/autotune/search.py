@@ -20,7 +20,7 @@ from sluice_core.planning.comparison import CandidateComparison, RankedCandidate
 from sluice_core.planning.planner import estimate_response_s, estimate_start_rps
 from sluice_core.planning.search import Search, SearchEffort
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
-from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo, SloClass
+from sluice_core.records import EngineId, Role, Slo, SloClass
 from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, GC_THRESHOLD, MAX_NUM_SEQS, EngineSetup, SimOptions, TransferLink
 from sluice_core.sim.traces import TraceRow
 from sluice_core.slo import ROUTER_WAIT_LIMIT_S
@@ -30,7 +30,7 @@ from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 # Less than `sluice plan` does, so that a search takes seconds: the sliders are measured afterwards anyway.
 # Where prompts are so long that few come in a minute, runs last longer. Of a few dozen requests, those that no sliders
@@ -160,13 +160,8 @@ def make_problem(request: SearchRequest) -> PlanningProblem:
         slo=default.slo,
         engines={1: make_engine(request)},
         strategies=STRATEGIES,
-        parameters=FlowParameters(
-            early_rejection=EarlyRejection(constraints.early_rejection),
-            min_tokens_between_moves=constraints.min_tokens_between_moves,
-            prefill_batch_tokens=constraints.prefill_batch_tokens,
-            batch_token_budget=constraints.batch_token_budget,
-            grant_wait_s=constraints.grant_wait_milliseconds / 1e3,
-        ),
+        # Those that candidates vary are each candidate's own.
+        parameters=constraints.flow_parameters,
         # As the engines and routers that it plans for.
         options=SimOptions(schedules_ahead=True, wait_limit_s=ROUTER_WAIT_LIMIT_S),
         classes=named,
@@ -212,8 +207,8 @@ def make_space(request: SearchRequest) -> SearchSpace:
         prefill_heavy=PrefillHeavyBounds(
             low=int(low.removesuffix("%")), high=int(high.removesuffix("%")), is_percent=low.endswith("%")
         ),
-        watermarks=(constraints.watermark,),
-        approaching_factors=(constraints.approaching_factor,),
+        watermarks=(constraints.flow_parameters.watermark,),
+        approaching_factors=(constraints.flow_parameters.approaching_factor,),
     )
 
 
@@ -230,8 +225,8 @@ def make_candidate(request: SearchRequest) -> SliderCandidate:
         num_decode_heavy=constraints.replicas - count,
         prefill_heavy_tokens=sliders.prefill_heavy_tokens,
         decode_heavy_tokens=0 if is_aggregated else sliders.decode_heavy_tokens,
-        watermark=constraints.watermark,
-        approaching_factor=constraints.approaching_factor,
+        watermark=constraints.flow_parameters.watermark,
+        approaching_factor=constraints.flow_parameters.approaching_factor,
     )
 
 
@@ -253,22 +248,33 @@ def make_sliders(request: SearchRequest, candidate: SliderCandidate) -> Sliders:
     )
 
 
-def main() -> None:
-    """Reads one request, searches, and writes the result."""
+def serve_request(answer: Callable[[str], str]) -> None:
+    """Answers one request on standard input, at low priority and within limits; the program's only work.
+
+    Args:
+        answer: From the request's text to the result's.
+
+    Raises:
+        SystemExit: Says what the request asks for that there is not, or that it needs too much memory.
+    """
     os.nice(NICENESS)
     # The parent ends a late search; this limit holds when the parent was killed.
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     # Without it, the kernel would end every process of the container.
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     gc.set_threshold(GC_THRESHOLD)
-    request = SearchRequest.from_json(sys.stdin.read())
     try:
-        result = search(request)
+        result = answer(sys.stdin.read())
     except ValueError as error:
         raise SystemExit(str(error)) from error
     except MemoryError as error:
         raise SystemExit(f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB; narrow autotune.bounds") from error
-    print(result.to_json())
+    print(result)
+
+
+def main() -> None:
+    """Reads one request, searches, and writes the result."""
+    serve_request(lambda text: search(SearchRequest.from_json(text)).to_json())
 
 
 if __name__ == "__main__":

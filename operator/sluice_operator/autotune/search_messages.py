@@ -7,12 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sluice_core.strategies import get_strategy
+from sluice_core.strategies.parameters import PARAMETERS, read_parameters
 from sluice_operator.api.field_types import percent
-from sluice_operator.api.sliders import AUTO, Sliders, resolve_sliders
+from sluice_operator.api.sliders import AUTO, Sliders, resolve_sliders, write_parameters
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts, EngineFacts, MeasuredEngineFacts
 from sluice_operator.autotune.workload import SAMPLE_GROWTH, WorkloadSample, has_shifted
 
 if TYPE_CHECKING:
+    from sluice_core.records import FlowParameters
     from sluice_operator.api.serving_cluster import ServingClusterSpec
     from sluice_operator.api.spec import CountBounds, TokenBounds
 
@@ -46,13 +48,7 @@ class SearchConstraints:
         strategy: As ``sluice_core`` calls it; ``auto``: any.
         classes: Objectives, the default class first.
         target: Attainment, 0.9 is 90 %.
-        watermark: M, a share.
-        approaching_factor: Alpha, a share.
-        early_rejection: As ``sluice_core`` calls it.
-        min_tokens_between_moves: Output tokens.
-        prefill_batch_tokens: Prompt tokens.
-        batch_token_budget: Prompt tokens.
-        grant_wait_milliseconds: Longest wait of a finished prefill.
+        parameters: Those of all strategies, as on the wire.
         max_batch_tokens: Largest chunk size.
         link: What KV moves over, as ``sluice_core`` calls it.
         prefill_heavy: Least and most P-heavy engines, as counts or percentages.
@@ -64,18 +60,17 @@ class SearchConstraints:
     strategy: str
     classes: tuple[SearchObjectives, ...]
     target: float
-    watermark: float
-    approaching_factor: float
-    early_rejection: str
-    min_tokens_between_moves: int
-    prefill_batch_tokens: int
-    batch_token_budget: int
-    grant_wait_milliseconds: int
+    parameters: dict[str, str]
     max_batch_tokens: int
     link: str
     prefill_heavy: tuple[str, str]
     prefill_tokens: tuple[int, int]
     decode_tokens: tuple[int, int]
+
+    @property
+    def flow_parameters(self) -> FlowParameters:
+        """The parameters, read."""
+        return read_parameters(PARAMETERS, self.parameters, self.strategy)
 
     @property
     def chooses_strategy(self) -> bool:
@@ -216,19 +211,12 @@ def make_constraints(spec: ServingClusterSpec) -> SearchConstraints:
         counts = (str(sliders.num_prefill_heavy), str(sliders.num_prefill_heavy))
         prefill_tokens = (sliders.prefill_heavy_tokens, sliders.prefill_heavy_tokens)
         decode_tokens = (sliders.decode_heavy_tokens, sliders.decode_heavy_tokens)
-    parameters = spec.parameters
     constraints = SearchConstraints(
         replicas=spec.replicas,
         strategy=spec.strategy.lower(),
         classes=_read_objectives(spec),
         target=percent(spec.slo.attainment) / 100,
-        watermark=parameters.watermark_percent / 100,
-        approaching_factor=parameters.approaching_factor_percent / 100,
-        early_rejection=parameters.early_rejection,
-        min_tokens_between_moves=parameters.min_tokens_between_moves,
-        prefill_batch_tokens=parameters.prefill_batch_tokens,
-        batch_token_budget=parameters.batch_token_budget,
-        grant_wait_milliseconds=parameters.grant_wait_milliseconds,
+        parameters=write_parameters(spec, PARAMETERS),
         max_batch_tokens=most,
         link="infiniband" if spec.network.mode == "RDMA" else "tcp",
         prefill_heavy=_read_counts(bounds.prefill_heavy, counts),

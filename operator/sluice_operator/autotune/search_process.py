@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 
 RunSearch = Callable[[SearchRequest], Awaitable[SearchResult]]
+_Result = TypeVar("_Result")
 
 # At a time, for the whole operator: each search keeps one core busy.
 MAX_SEARCHES = 2
@@ -29,7 +31,7 @@ class SearchRunner:
     """Runs searches, a few at a time.
 
     Args:
-        command: Reads a request from standard input and writes the result to standard output.
+        command: Reads a request for sliders from standard input and writes the result to standard output.
     """
 
     def __init__(self, command: tuple[str, ...] = COMMAND) -> None:
@@ -37,40 +39,61 @@ class SearchRunner:
         self._slots = asyncio.Semaphore(MAX_SEARCHES)
 
     async def run(self, request: SearchRequest) -> SearchResult:
-        """Runs one search; cancelling this kills it.
+        """Runs one search for sliders; cancelling this kills it.
+
+        Raises:
+            SearchError: There is no result.
+        """
+        limit_s = compute_limit_s(request.constraints.replicas)
+        return await self.call(self._command, request.to_json(), limit_s, SearchResult.from_json)
+
+    async def call(
+        self, command: tuple[str, ...], text: str, limit_s: float, parse: Callable[[str], _Result]
+    ) -> _Result:
+        """Has a program answer a request; cancelling this kills it.
+
+        Args:
+            command: Reads the request from standard input and writes the result to standard output.
+            text: The request.
+            limit_s: Longest time.
+            parse: Reads the result.
 
         Raises:
             SearchError: There is no result.
         """
         async with self._slots:
-            return await self._run(request)
-
-    async def _run(self, request: SearchRequest) -> SearchResult:
-        pipe = asyncio.subprocess.PIPE
+            output = await _run_program(command, text, limit_s)
         try:
-            # In a session of its own, a Ctrl-C reaches the launcher only, which ends the search itself.
-            process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-            )
-        except OSError as error:
-            raise SearchError(f"the search did not start: {error}") from error
-        limit_s = min(LIMIT_S + LIMIT_PER_ENGINE_S * request.constraints.replicas, MAX_LIMIT_S)
-        try:
-            async with asyncio.timeout(limit_s):
-                output, errors = await process.communicate(request.to_json().encode())
-        except TimeoutError:
-            raise SearchError(
-                f"the search took more than {limit_s:.0f} s and was ended; narrow autotune.bounds"
-            ) from None
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-        if process.returncode != 0:
-            last = (errors.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-            raise SearchError(f"the search failed: {last[:MAX_ERROR_CHARACTERS]}")
-        try:
-            return SearchResult.from_json(output.decode())
+            return parse(output)
         except ValueError as error:
             raise SearchError(f"the search's result cannot be read: {error}") from error
+
+
+def compute_limit_s(replicas: int) -> float:
+    """Computes the time limit of a search for so many engines."""
+    return min(LIMIT_S + LIMIT_PER_ENGINE_S * replicas, MAX_LIMIT_S)
+
+
+async def _run_program(command: tuple[str, ...], text: str, limit_s: float) -> str:
+    pipe = asyncio.subprocess.PIPE
+    try:
+        # In a session of its own, a Ctrl-C reaches the launcher only, which ends the search itself.
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+    except OSError as error:
+        raise SearchError(f"the search did not start: {error}") from error
+    try:
+        async with asyncio.timeout(limit_s):
+            output, errors = await process.communicate(text.encode())
+    except TimeoutError:
+        raise SearchError(f"the search took more than {limit_s:.0f} s and was ended; narrow autotune.bounds") from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        last = (errors.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        raise SearchError(f"the search failed: {last[:MAX_ERROR_CHARACTERS]}")
+    return output.decode()

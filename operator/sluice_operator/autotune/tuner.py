@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sluice_core.strategies import get_strategy
 from sluice_operator.api.condition_types import Reason
-from sluice_operator.api.sliders import AUTO, resolve_sliders
+from sluice_operator.api.sliders import AUTO, resolve_sliders, scale_sliders
 from sluice_operator.autotune import decision
 from sluice_operator.autotune.decision import AutotuneStatus, StoredSliders, StoredTrial, TunerObservation, TunerState
 from sluice_operator.autotune.engine_facts import find_engine_facts
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from sluice.v1 import control_pb2
     from sluice_core.slo import SloCounts
-    from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
     from sluice_operator.api.sliders import Sliders
     from sluice_operator.autotune.search_messages import SearchResult
     from sluice_operator.autotune.search_process import RunSearch
@@ -41,11 +41,12 @@ class TunerInputs:
     """What a tuner decides by.
 
     Args:
-        cluster: The manifest, as the user wrote it.
+        cluster: The manifest, as the user wrote it, but for the number of engines where autoscaling says it.
         statuses: Newest status of each router that answers.
         counts: Requests finished so far; only grows.
         is_settled: Every engine has taken the newest plan, and none comes or goes.
         stored: What an earlier process left.
+        sized: Sliders that a search for capacity found for so many engines; None: none has.
     """
 
     cluster: ServingCluster
@@ -53,6 +54,7 @@ class TunerInputs:
     counts: SloCounts
     is_settled: bool
     stored: StoredSliders | None = None
+    sized: Sliders | None = None
 
 
 class Tuner:
@@ -87,7 +89,21 @@ class Tuner:
         trial = None
         if state.trial is not None:
             trial = StoredTrial(former=state.trial.former, before=state.trial.before)
-        return StoredSliders(basis=state.basis, replicas=state.replicas, sliders=state.tuned, trial=trial)
+        replicas, sliders = state.home or (state.replicas, state.tuned)
+        return StoredSliders(basis=state.basis, replicas=replicas, sliders=sliders, trial=trial)
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether sliders are on trial."""
+        return self._state.trial is not None
+
+    def find_sliders(self, spec: ServingClusterSpec) -> Sliders:
+        """Finds the sliders in force for a spec of some size."""
+        state = self._state
+        if state.tuned is None:
+            return resolve_sliders(spec)
+        replicas, sliders = state.home or (state.replicas, state.tuned)
+        return scale_sliders(sliders, replicas, spec.replicas)
 
     def update(self, inputs: TunerInputs) -> ServingCluster:
         """Decides; returns the cluster with the sliders that are to be in force."""
@@ -139,12 +155,15 @@ class Tuner:
             is_settled=inputs.is_settled,
             stored=inputs.stored,
             chooses_strategy=spec.strategy == AUTO,
+            sized=inputs.sized,
         )
 
     def _make_search_request(self, inputs: TunerInputs) -> tuple[SearchRequest | None, tuple[Reason, str]]:
         spec, statuses = inputs.cluster.spec, inputs.statuses
         if spec.autotune.mode == "Off":
             return None, (Reason.OFF, "")
+        if not spec.replicas:
+            return None, (Reason.NO_SAMPLE, "there are no engines until a request arrives")
         constraints = make_constraints(spec)
         if constraints.is_fixed:
             message = "autotune.bounds leave no slider a choice; name bounds of one that the strategy uses"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sluice_operator.kubernetes.interface import PODS
@@ -57,23 +58,30 @@ async def apply_children(
     # Deletion costs before replicas: Kubernetes chooses victims at the moment in which replicas are lowered.
     for patch in render_pod_patches(observed.engines, planned.scale, reported.reports, wall_s):
         await applier.try_write(_patch_pod(kubernetes, own_writes, observed, patch), f"pod {patch['metadata']['name']}")
+    desired = render_children(cluster, _make_inputs(observed, planned, rollout), settings)
+    for child in desired:
+        await applier.apply_child(child)
+    await applier.prune({key_of(child) for child in desired})
+    return [*applier.failures, *find_certificate_failures(list(observed.live.values()))]
+
+
+def _make_inputs(observed: ObservedState, planned: PlanOutcome, rollout: GateDecision) -> RenderInputs:
+    """Collects what the children depend on besides the manifest."""
     inputs = RenderInputs(
         engine_replicas=planned.scale.replicas,
         has_monitors=observed.has_monitors,
         live=observed.live,
         roll=rollout.state,
         is_roll_held=rollout.is_held,
-        served_model=planned.models.switch.served if planned.models else None,
-        split_unavailable=planned.models.split.max_unavailable if planned.models and planned.models.split else None,
-        router_model=choose_router_model(planned.models.switch, observed.routers)
-        if planned.models and planned.models.split
-        else "",
     )
-    desired = render_children(cluster, inputs, settings)
-    for child in desired:
-        await applier.apply_child(child)
-    await applier.prune({key_of(child) for child in desired})
-    return [*applier.failures, *find_certificate_failures(list(observed.live.values()))]
+    if planned.models is None:
+        return inputs
+    switch, split = planned.models.switch, planned.models.split
+    inputs = replace(inputs, served_model=switch.served)
+    if split is None:
+        return inputs
+    router_model = choose_router_model(switch, observed.routers)
+    return replace(inputs, split_unavailable=split.max_unavailable, router_model=router_model)
 
 
 async def _patch_pod(kubernetes: Kubernetes, own_writes: OwnWrites, observed: ObservedState, patch: Object) -> None:

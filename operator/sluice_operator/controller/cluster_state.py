@@ -10,6 +10,7 @@ from sluice_operator.routers.engine_outcomes import EngineOutcomes, Outcomes
 
 if TYPE_CHECKING:
     from sluice_core.records import EngineId
+    from sluice_operator.autoscaling.scaler import Scaler
     from sluice_operator.autotune.tuner import Tuner, TunerInputs
 
 # Routers and engines have taken a plan by then; otherwise the status says that they have not.
@@ -44,6 +45,7 @@ class ClusterState:
     Attributes:
         first_reconcile_s: When this process reconciled the cluster first.
         tuner: Its autotuner.
+        scaler: What says how many engines there are to be, where autoscaling does.
         uid: Uid of the cluster; another one under the same name begins anew.
         drain_started_s: When each victim of a scale-down began to drain.
         measured_s: When measurements were written to the status last.
@@ -56,6 +58,7 @@ class ClusterState:
 
     first_reconcile_s: float
     tuner: Tuner
+    scaler: Scaler
     uid: str = ""
     drain_started_s: dict[EngineId, float] = field(default_factory=dict)
     measured_s: float = float("-inf")

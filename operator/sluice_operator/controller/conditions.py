@@ -35,6 +35,8 @@ NORMAL_REASONS = frozenset(
         Reason.AS_EXPECTED,
         Reason.VALID,
         Reason.OFF,
+        Reason.SIZED,
+        Reason.IDLE,
         Reason.TUNED,
         Reason.ON_TRIAL,
         Reason.RECOMMENDED,
@@ -85,11 +87,12 @@ def decide_conditions(inputs: StatusInputs) -> list[Condition]:
         _decide_progressing(inputs),
         _decide_degraded(inputs),
         _decide_spec_valid(inputs),
-        _decide_pods_ready(ConditionType.ENGINES_READY, inputs.engines, _wanted(inputs, names.ENGINE), "engines"),
+        _decide_engines_ready(inputs),
         _decide_pods_ready(ConditionType.ROUTER_READY, inputs.routers, _wanted(inputs, names.ROUTER), "routers"),
         _decide_network(inputs),
         _decide_slo(inputs),
         _decide_autotuned(inputs),
+        _decide_autoscaled(inputs),
     ]
 
 
@@ -101,10 +104,18 @@ def _wanted(inputs: StatusInputs, component: str) -> int:
     return spec.replicas if component == names.ENGINE else spec.router.replicas
 
 
+def _wants_none(inputs: StatusInputs) -> bool:
+    """Whether autoscaling has taken the last engine away."""
+    return inputs.cluster is not None and not inputs.cluster.spec.replicas
+
+
 def _decide_ready(inputs: StatusInputs) -> Condition:
     def condition(*, is_true: bool, reason: Reason, message: str) -> Condition:
         return Condition(type=ConditionType.READY, is_true=is_true, reason=reason, message=message)
 
+    if _wants_none(inputs) and not inputs.engines and inputs.num_routers_ready:
+        message = "no engine runs; routers hold what arrives until one has started"
+        return condition(is_true=True, reason=Reason.IDLE, message=message)
     if inputs.num_engines_ready and inputs.num_routers_ready:
         return condition(is_true=True, reason=Reason.SERVING, message="requests are served")
     if inputs.refusal and not inputs.engines:
@@ -137,7 +148,7 @@ def _describe_progress(inputs: StatusInputs) -> tuple[bool, Reason, str]:  # noq
             Reason.DRAINING,
             f"{len(inputs.scale.undrained)} engines hand over their work before they are removed",
         )
-    if not inputs.num_engines_ready or not inputs.num_routers_ready:
+    if (not inputs.num_engines_ready and not _wants_none(inputs)) or not inputs.num_routers_ready:
         return True, Reason.STARTING, "waits for the first engine and router"
     if found := _describe_rollout(rolling, inputs.cluster, inputs.rollout.state):
         is_true, reason, message = found
@@ -255,6 +266,14 @@ def _decide_spec_valid(inputs: StatusInputs) -> Condition:
     )
 
 
+def _decide_engines_ready(inputs: StatusInputs) -> Condition:
+    if _wants_none(inputs) and not inputs.num_engines_ready:
+        return Condition(
+            type=ConditionType.ENGINES_READY, is_true=True, reason=Reason.ALL_READY, message="no engine is wanted"
+        )
+    return _decide_pods_ready(ConditionType.ENGINES_READY, inputs.engines, _wanted(inputs, names.ENGINE), "engines")
+
+
 def _decide_pods_ready(condition_type: ConditionType, pods: Sequence[Pod], wanted: int, what: str) -> Condition:
     num_ready = sum(pod.is_ready and pod.is_present for pod in pods)
     if num_ready == 0:
@@ -323,6 +342,21 @@ def _decide_autotuned(inputs: StatusInputs) -> Condition:
         return Condition(type=ConditionType.AUTOTUNED, is_true=False, reason=Reason.OFF, message="autotune is off")
     message = "no search runs until the spec can be carried out; see SpecValid"
     return Condition(type=ConditionType.AUTOTUNED, is_true=False, reason=Reason.SPEC_INVALID, message=message)
+
+
+def _decide_autoscaled(inputs: StatusInputs) -> Condition:
+    def condition(reason: Reason, message: str, *, is_true: bool = False) -> Condition:
+        return Condition(type=ConditionType.AUTOSCALED, is_true=is_true, reason=reason, message=message)
+
+    scale = inputs.autoscale
+    if scale is not None:
+        return condition(scale.reason, scale.message, is_true=scale.is_true)
+    # Read as it is written: the spec was refused as a whole.
+    if (inputs.body["spec"].get("autoscaling") or {}).get("mode", "Disabled") == "Disabled":
+        return condition(Reason.OFF, "autoscaling is disabled")
+    return condition(
+        Reason.SPEC_INVALID, "the number of engines stays until the spec can be carried out; see SpecValid"
+    )
 
 
 def list_transitions(old: Object, new: Object) -> list[Object]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.autoscaling.scaler import ScalerInputs, apply_replicas
 from sluice_operator.autotune.tuner import TunerInputs
 from sluice_operator.controller.rollout_step import SwitchOutcome, switch_models
 from sluice_operator.kubernetes.interface import CONFIG_MAPS, uid_of
@@ -34,6 +36,7 @@ class PlanOutcome:
     """What was decided about a cluster, and what became of its plan.
 
     Args:
+        cluster: The cluster to go by, with the engines that there are to be; None: there is none.
         scale: The number of engines, and who leaves.
         stored: The plan that is stored by now.
         models: What was decided about the models; None: there is no spec to go by.
@@ -41,6 +44,7 @@ class PlanOutcome:
         failures: Why it could not be stored.
     """
 
+    cluster: ServingCluster | None
     scale: ScaleDecision
     stored: StoredPlan
     models: SwitchOutcome | None = None
@@ -78,10 +82,30 @@ async def reconcile_plan(
     """
     cluster = verdict.cluster
     if cluster is None:
-        return PlanOutcome(scale=ScaleDecision(replicas=0), stored=stored)
+        return PlanOutcome(cluster=None, scale=ScaleDecision(replicas=0), stored=stored)
+    cluster = _size(cluster, observed, reported, stored, state)
     effective = _tune(cluster, observed, reported, stored, state)
     scale = _scale(effective, observed, reported, stored, state=state, now=now, wall_s=wall_s)
     models = switch_models(cluster, observed, stored)
+    new = _make_plan(effective, verdict, observed, reported, stored=stored, state=state, scale=scale, models=models)
+    if new == stored:
+        return PlanOutcome(cluster=cluster, scale=scale, stored=stored, models=models)
+    applier = ChildApplier(kubernetes, cluster, observed.live)
+    return await _replace_plan(applier, own_writes, observed, stored, new, cluster=cluster, scale=scale, models=models)
+
+
+def _make_plan(
+    effective: ServingCluster,
+    verdict: SpecVerdict,
+    observed: ObservedState,
+    reported: ObservedRouters,
+    *,
+    stored: StoredPlan,
+    state: ClusterState,
+    scale: ScaleDecision,
+    models: SwitchOutcome,
+) -> StoredPlan:
+    """Makes what is to be stored, the tuner's sliders and what the models' revisions are resolved to included."""
     plan = make_plan(
         effective,
         stored,
@@ -91,18 +115,15 @@ async def reconcile_plan(
         statuses=reported.statuses.values(),
         switch=models.switch,
     )
-    new = StoredPlan(
+    return StoredPlan(
         plan=plan,
         generation=plan.generation,
         tuned=state.tuner.stored,
+        scale=state.scaler.stored,
         accepted_spec=verdict.accepted_spec,
         switch=models.switch,
         revisions=resolve_revisions(stored.revisions, (*observed.engines, *observed.routers)),
     )
-    if new == stored:
-        return PlanOutcome(scale=scale, stored=stored, models=models)
-    applier = ChildApplier(kubernetes, cluster, observed.live)
-    return await _replace_plan(applier, own_writes, observed, stored, new, scale=scale, models=models)
 
 
 async def _replace_plan(
@@ -112,12 +133,14 @@ async def _replace_plan(
     stored: StoredPlan,
     new: StoredPlan,
     *,
+    cluster: ServingCluster,
     scale: ScaleDecision,
     models: SwitchOutcome,
 ) -> PlanOutcome:
     """Stores a plan in place of another one, and says what became of it."""
     is_stored = await store_plan(applier, _find_config_map(observed), new, own_writes)
     return PlanOutcome(
+        cluster=cluster,
         scale=scale,
         stored=new if is_stored else stored,
         models=models,
@@ -135,6 +158,28 @@ def _find_config_map(observed: ObservedState) -> Object | None:
     return observed.own(CONFIG_MAPS, names.name_plan(observed.body["metadata"]["name"]))
 
 
+def _size(
+    cluster: ServingCluster,
+    observed: ObservedState,
+    reported: ObservedRouters,
+    stored: StoredPlan,
+    state: ClusterState,
+) -> ServingCluster:
+    """Returns the cluster with the engines that there are to be: the spec's, or the scaler's."""
+    starts_s = [pod.started_in_s for pod in observed.engines if pod.started_in_s]
+    replicas = state.scaler.update(
+        ScalerInputs(
+            cluster=cluster,
+            statuses=list(reported.statuses.values()),
+            find_sliders=state.tuner.find_sliders,
+            start_s=statistics.median(starts_s) if starts_s else None,
+            is_trial=state.tuner.is_on_trial,
+            stored=stored.scale,
+        )
+    )
+    return apply_replicas(cluster, replicas)
+
+
 def _tune(
     cluster: ServingCluster,
     observed: ObservedState,
@@ -149,8 +194,11 @@ def _tune(
         counts=state.window.total,
         is_settled=is_settled(cluster, observed, stored, reported),
         stored=stored.tuned,
+        sized=state.scaler.find_sliders(cluster.spec.replicas),
     )
-    return state.tuner.update(state.tuner_inputs)
+    effective = state.tuner.update(state.tuner_inputs)
+    state.scaler.search_if_due()
+    return effective
 
 
 def _scale(

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import Reason
+from sluice_operator.autoscaling import capacity_process
+from sluice_operator.autoscaling.scaler import Scaler
 from sluice_operator.autotune.search_process import SearchRunner
 from sluice_operator.autotune.tuner import Tuner
 from sluice_operator.controller.apply_step import apply_children
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from sluice.v1 import control_pb2
     from sluice_operator.api.names import ClusterKey
     from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.autoscaling.capacity_process import RunCapacitySearch
     from sluice_operator.autotune.search_process import RunSearch
     from sluice_operator.autotune.tuner import TunerInputs
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
@@ -79,6 +82,7 @@ class Reconciler:
         wall_s: The time, in seconds since 1970.
         enqueue: Called with a cluster that needs a reconcile.
         run_search: Runs searches for sliders; None: in processes of their own.
+        run_capacity_search: Runs searches for what fleets of several sizes serve; None: the same.
         is_edited: Whether a cluster changed since its present reconcile began, so that the next one is waiting.
         own_writes: Records writes whose events need no reconcile.
         record_conditions: Takes the conditions of a cluster, for metrics; none when it is gone.
@@ -95,6 +99,7 @@ class Reconciler:
         wall_s: Callable[[], float] = time.time,
         enqueue: Callable[[ClusterKey], None] | None = None,
         run_search: RunSearch | None = None,
+        run_capacity_search: RunCapacitySearch | None = None,
         is_edited: Callable[[ClusterKey], bool] = lambda _: False,
         own_writes: OwnWrites | None = None,
         record_conditions: RecordConditions = lambda *_: None,
@@ -105,7 +110,11 @@ class Reconciler:
         self._now = now
         self._wall_s = wall_s
         self._enqueue = enqueue or (lambda _: None)
-        self._run_search: RunSearch = run_search or SearchRunner().run
+        runner = SearchRunner()
+        self._run_search: RunSearch = run_search or runner.run
+        self._run_capacity_search: RunCapacitySearch = run_capacity_search or partial(
+            capacity_process.run_capacity_search, runner
+        )
         self._is_edited = is_edited
         self._own_writes = own_writes or OwnWrites()
         self._record_conditions = record_conditions
@@ -149,6 +158,7 @@ class Reconciler:
         reported = observe_routers(self._routers, key, observed)
         router_ids = {status.router_id for status in reported.statuses.values()}
         state.window.keep_routers(router_ids)
+        state.scaler.keep_routers(router_ids)
         state.outcomes.keep({pod.engine_id for pod in observed.engines}, router_ids)
         stored = read_stored_plan(observed)
         verdict = judge_spec(body, stored.accepted_spec, self._settings, has_cert_manager=observed.has_cert_manager)
@@ -165,6 +175,7 @@ class Reconciler:
             now=self._now(),
             wall_s=self._wall_s(),
         )
+        verdict = replace(verdict, cluster=planned.cluster)
         if planned.stored.plan is not None:
             self._routers.set_plan(key, planned.stored.plan)
         if self._is_deferred(key, planned, reported, state):
@@ -292,6 +303,8 @@ class Reconciler:
             attainment=state.window.sum_up(self._now()),
             autotune=state.tuner.describe_status() if verdict.cluster else None,
             recommended=state.tuner.result,
+            autoscale=state.scaler.describe_status() if verdict.cluster else None,
+            wanted=state.scaler.stored,
             waiting_upgrade=applied.waiting_upgrade,
             rollout=applied.rollout,
             switching=planned.models.describe() if planned.models else "",
@@ -327,6 +340,7 @@ class Reconciler:
             return
         state.window.take(self._now(), status)
         state.outcomes.take(status)
+        state.scaler.take(status)
 
         def read_inputs() -> TunerInputs | None:
             if state.tuner_inputs is None:
@@ -334,7 +348,8 @@ class Reconciler:
             statuses = list(self._routers.statuses(key).values())
             return replace(state.tuner_inputs, statuses=statuses, counts=state.window.total)
 
-        if state.tuner.needs_update(read_inputs):
+        needs_size = state.scaler.watch(list(self._routers.statuses(key).values()))
+        if state.tuner.needs_update(read_inputs) or needs_size:
             self._enqueue(key)
 
     def is_known(self, key: ClusterKey) -> bool:
@@ -346,11 +361,13 @@ class Reconciler:
         if state is None or state.uid != uid:
             self._forget(key)
             tuner = Tuner(self._run_search, enqueue=partial(self._enqueue, key), now=self._now)
-            state = self._states[key] = ClusterState(first_reconcile_s=self._now(), tuner=tuner, uid=uid)
+            scaler = Scaler(self._run_capacity_search, enqueue=partial(self._enqueue, key), now=self._now)
+            state = self._states[key] = ClusterState(first_reconcile_s=self._now(), tuner=tuner, scaler=scaler, uid=uid)
         return state
 
     def _forget(self, key: ClusterKey) -> None:
         state = self._states.pop(key, None)
         if state is not None:
             state.tuner.stop()
+            state.scaler.stop()
         self._upgrades.forget(key)

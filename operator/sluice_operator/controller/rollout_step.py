@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.model_identity import identify_model
-from sluice_operator.api.spec import ModelSpec
+from sluice_operator.api.model_spec import ModelSpec
 from sluice_operator.controller.cluster_state import MeasuredBatch
 from sluice_operator.controller.preconditions import has_served
 from sluice_operator.kubernetes.interface import annotations_of
@@ -74,12 +74,31 @@ def decide_rollout(
     roll = find_roll(live, target_hash)
     if roll is None or spec.rollout.paused:
         return GateDecision(state=roll)
+    facts = _observe_roll(cluster, observed, reported, state, roll=roll, gate=gate, now=now)
+    if is_before_switch and not roll.failure:
+        # No request reaches the new engines yet: there is nothing to measure, but whether they start.
+        return GateDecision(state=replace(roll, failure=facts.refusal))
+    return decide_gate(roll, facts, gate, wall_s)
+
+
+def _observe_roll(
+    cluster: ServingCluster,
+    observed: ObservedState,
+    reported: ObservedRouters,
+    state: ClusterState,
+    *,
+    roll: RolloutState,
+    gate: RolloutGateSpec,
+    now: float,
+) -> RollFacts:
+    """Collects what is observed of a roll; see ``decide_rollout``."""
+    spec = cluster.spec
     present = [pod for pod in observed.engines if pod.is_present]
-    new = [pod for pod in present if pod.restart_hash == target_hash]
+    new = [pod for pod in present if pod.restart_hash == roll.target_hash]
     refusals = [pod.failure.message for pod in new if pod.failure and pod.failure.reason is Reason.ENGINE_REFUSED]
     new_engines = [pod.engine_id for pod in new]
     batch = _find_batch(state, roll, new_engines, now)
-    facts = RollFacts(
+    return RollFacts(
         num_new=len(new),
         num_new_ready=sum(pod.is_ready for pod in new),
         num_old=len(present) - len(new),
@@ -89,10 +108,6 @@ def decide_rollout(
         watched_s=now - batch.seen_s,
         start_limit_s=spec.engine.drain_timeout_seconds + spec.engine.startup_timeout_seconds + START_MARGIN_S,
     )
-    if is_before_switch and not roll.failure:
-        # No request reaches the new engines yet: there is nothing to measure, but whether they start.
-        return GateDecision(state=replace(roll, failure=facts.refusal))
-    return decide_gate(roll, facts, gate, wall_s)
 
 
 def _find_batch(

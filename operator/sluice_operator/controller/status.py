@@ -54,6 +54,8 @@ def render_status(inputs: StatusInputs, now_text: str) -> Object:
         status["planGeneration"] = old["planGeneration"]
     if recommended := _render_recommended(inputs, old.get("recommended"), now_text):
         status["recommended"] = recommended
+    if wanted := _render_wanted(inputs, old.get("autoscaling"), now_text):
+        status["autoscaling"] = wanted
     if attainment := _render_attainment(inputs):
         status[MEASURED_FIELD] = attainment
     return status
@@ -121,7 +123,7 @@ def _render_recommended(inputs: StatusInputs, old: Object | None, now_text: str)
     if inputs.autotune is not None and inputs.autotune.reason is Reason.OFF:
         return None
     result = inputs.recommended
-    if result is None or inputs.cluster is None:
+    if result is None or inputs.cluster is None or not inputs.cluster.spec.replicas:
         return old
     new: Object = {
         "replicas": inputs.cluster.spec.replicas,
@@ -136,6 +138,17 @@ def _render_recommended(inputs: StatusInputs, old: Object | None, now_text: str)
         new["strategy"] = get_strategy(result.sliders.strategy).title
     is_same = old is not None and {**old, "time": ""} == {**new, "time": ""}
     return old if is_same else {**new, "time": now_text}
+
+
+def _render_wanted(inputs: StatusInputs, old: Object | None, now_text: str) -> Object | None:
+    """How many engines autoscaling wants; while the spec is refused as a whole, what it wanted last."""
+    if inputs.autoscale is None:
+        return old
+    if inputs.wanted is None:
+        return None
+    if old is not None and old.get("replicas") == inputs.wanted.replicas:
+        return old
+    return {"replicas": inputs.wanted.replicas, "reason": inputs.wanted.reason, "time": now_text}
 
 
 def _render_attainment(inputs: StatusInputs) -> Object:

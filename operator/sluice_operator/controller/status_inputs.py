@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from sluice_core.records import EngineId
     from sluice_core.slo import SloCounts
     from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.autoscaling.scaler import ScaleStatus
+    from sluice_operator.autoscaling.stored_scale import StoredScale
     from sluice_operator.autotune.decision import AutotuneStatus
     from sluice_operator.autotune.search_messages import SearchResult
     from sluice_operator.kubernetes.interface import Object
@@ -55,6 +57,8 @@ class StatusInputs:
         attainment: Requests of the last five minutes, by class.
         autotune: What the tuner says; None: the spec is refused.
         recommended: What the search for sliders found last; None: nothing yet.
+        autoscale: What the scaler says; None: the spec is refused.
+        wanted: How many engines it wants; None: autoscaling is disabled.
         rollout: What was decided about a gated roll.
         switching: How far one model has replaced another; empty: none does.
         waiting_upgrade: Which images wait for their turn; empty: none.
@@ -75,6 +79,8 @@ class StatusInputs:
     attainment: Mapping[str, SloCounts] = field(default_factory=dict)
     autotune: AutotuneStatus | None = None
     recommended: SearchResult | None = None
+    autoscale: ScaleStatus | None = None
+    wanted: StoredScale | None = None
     rollout: GateDecision = field(default_factory=lambda: GateDecision(state=None))
     switching: str = ""
     waiting_upgrade: str = ""

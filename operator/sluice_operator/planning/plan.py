@@ -15,9 +15,10 @@ from sluice.v1 import plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_operator.api import names
 from sluice_operator.api.model_identity import REVISION_KEY_PREFIX
+from sluice_operator.api.model_spec import ModelSpec
 from sluice_operator.api.proto_enums import ROLES
 from sluice_operator.api.sliders import resolve_sliders
-from sluice_operator.api.spec import ModelSpec
+from sluice_operator.autoscaling.stored_scale import StoredScale
 from sluice_operator.autotune.decision import StoredSliders
 from sluice_operator.kubernetes.interface import annotations_of
 from sluice_operator.planning.model_switch import ModelSwitch
@@ -43,6 +44,7 @@ class StoredPlan:
         plan: The plan; None when there is none, or none that can be read.
         generation: Its generation, or the highest that is known to have been used; 0: none.
         tuned: Sliders that autotune put in force instead of the spec's.
+        scale: What autoscaling decided; None: it is disabled.
         accepted_spec: The spec that was accepted last; None: none was stored.
         switch: Which models are served; None: none was stored.
         revisions: What unpinned revisions were resolved to, by the model's id: the same for every pod from then on.
@@ -51,6 +53,7 @@ class StoredPlan:
     plan: plan_pb2.Plan | None = None
     generation: int = 0
     tuned: StoredSliders | None = None
+    scale: StoredScale | None = None
     accepted_spec: Object | None = None
     switch: ModelSwitch | None = None
     revisions: Mapping[str, str] = field(default_factory=dict)
@@ -82,11 +85,12 @@ def read_plan(config_map: Object | None, cluster_uid: str) -> StoredPlan:
         return StoredPlan(generation=generation)
     if plan.cluster_uid != cluster_uid:
         return StoredPlan(generation=generation)
-    tuned = StoredSliders.from_json(annotations_of(config_map).get(names.TUNED_ANNOTATION, ""))
+    annotations = annotations_of(config_map)
     return StoredPlan(
         plan=plan,
         generation=max(generation, plan.generation),
-        tuned=tuned,
+        tuned=StoredSliders.from_json(annotations.get(names.TUNED_ANNOTATION, "")),
+        scale=StoredScale.from_json(annotations.get(names.SCALE_ANNOTATION, "")),
         accepted_spec=_read_object(data.get(names.ACCEPTED_SPEC_FILE, "")),
         switch=_read_switch(data.get(names.MODELS_FILE, "")),
         revisions={

@@ -79,5 +79,6 @@ def _render(applier: ChildApplier, stored: StoredPlan) -> Object:
         names.GENERATION_ANNOTATION: str(stored.plan.generation),
         # Empty rather than absent: a merge patch keeps what it does not name.
         names.TUNED_ANNOTATION: stored.tuned.to_json() if stored.tuned else "",
+        names.SCALE_ANNOTATION: stored.scale.to_json() if stored.scale else "",
     }
     return content

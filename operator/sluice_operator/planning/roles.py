@@ -51,6 +51,8 @@ def _scale_mix(
     Where the share is no whole number, both neighbours of it are right, and the one that changes no role is taken.
     """
     wanted, num_engines = sliders.num_prefill_heavy, len(serving)
+    if not replicas or not num_engines:
+        return 0
     low, high = find_mix_limits(sliders, replicas, num_engines)
     nearest = scale_sliders(sliders, replicas, num_engines).num_prefill_heavy
     num_kept = sum(current_roles.get(engine) is Role.PREFILL_HEAVY for engine in serving)

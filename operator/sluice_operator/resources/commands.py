@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sluice_core.records import EngineId
+    from sluice_operator.api.pod_fields import PodFields
     from sluice_operator.api.serving_cluster import ServingClusterSpec
-    from sluice_operator.api.spec import JwtAuth, PodFields
+    from sluice_operator.api.spec import JwtAuth
 
 # Arguments of vLLM that the engine program takes itself, by its own names.
 ENGINE_OPTIONS = {
@@ -113,6 +114,7 @@ def render_engine_command(spec: ServingClusterSpec, site: EngineSite, security: 
         "--tensor-parallel-size": engine.tensor_parallel_size,
         "--drain-timeout-s": engine.drain_timeout_seconds,
         "--start-timeout-s": engine.startup_timeout_seconds,
+        "--resume-s": engine.resume_timeout_seconds,
         "--peer-tls": security.peer_tls,
         "--router-name": security.router_name,
         "--kv-backend": KV_BACKENDS.get(rdma.fabric) if rdma else None,

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from sluice.v1 import plan_pb2 as sluice_dot_v1_dot_plan__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17sluice/v1/control.proto\x12\tsluice.v1\x1a\x14sluice/v1/plan.proto\"1\n\x10\x41pplyPlanRequest\x12\x1d\n\x04plan\x18\x01 \x01(\x0b\x32\x0f.sluice.v1.Plan\"J\n\x11\x41pplyPlanResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x12\n\nis_applied\x18\x02 \x01(\x08\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"<\n\x10GetStatusRequest\x12\x15\n\rafter_version\x18\x01 \x01(\x04\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"\xd2\x02\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x13\n\x0b\x63luster_uid\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x1f\n\x17\x61\x63knowledged_generation\x18\x05 \x01(\x04\x12(\n\x07\x65ngines\x18\x06 \x03(\x0b\x32\x17.sluice.v1.EngineStatus\x12)\n\x07\x63lasses\x18\x07 \x03(\x0b\x32\x18.sluice.v1.ClassCounters\x12)\n\x07samples\x18\x08 \x03(\x0b\x32\x18.sluice.v1.RequestSample\x12\x14\n\x0cnum_requests\x18\t \x01(\r\x12\x13\n\x0bnum_waiting\x18\n \x01(\r\x12\x10\n\x08is_ready\x18\x0b \x01(\x08\x12\x12\n\nnum_failed\x18\x0c \x01(\x04\"\x91\x06\n\x0c\x45ngineStatus\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12%\n\x05state\x18\x04 \x01(\x0e\x32\x16.sluice.v1.EngineState\x12\x1d\n\x04role\x18\x05 \x01(\x0e\x32\x0f.sluice.v1.Role\x12\x19\n\x11\x63hunk_size_tokens\x18\x06 \x01(\r\x12\x1f\n\x17\x61\x63knowledged_generation\x18\x07 \x01(\x04\x12\x17\n\x0frunning_decodes\x18\x08 \x01(\r\x12\x18\n\x10waiting_requests\x18\t \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\n \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x0b \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x0c \x01(\r\x12\x19\n\x11kv_blocks_granted\x18\r \x01(\r\x12\x18\n\x10kv_blocks_pinned\x18\x0e \x01(\r\x12\x14\n\x0cnum_moved_in\x18\x0f \x01(\x04\x12\x15\n\rnum_moved_out\x18\x10 \x01(\x04\x12\x11\n\ttransport\x18\x11 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x12 \x01(\t\x12\x12\n\nlast_fault\x18\x13 \x01(\t\x12\x1d\n\x15num_fitted_iterations\x18\x14 \x01(\x04\x12\x1b\n\x13latency_error_ratio\x18\x15 \x01(\x01\x12\x18\n\x10max_batch_tokens\x18\x16 \x01(\r\x12/\n\x07latency\x18\x17 \x01(\x0b\x32\x1e.sluice.v1.LatencyCoefficients\x12\x19\n\x11\x62lock_size_tokens\x18\x18 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x19 \x01(\x04\x12\x14\n\x0cmax_num_seqs\x18\x1a \x01(\r\x12\x11\n\tnum_ended\x18\x1b \x01(\x04\x12\x14\n\x0cnum_met_both\x18\x1c \x01(\x04\x12\x12\n\nnum_failed\x18\x1d \x01(\x04\x12\x1a\n\x12serves_other_model\x18\x1e \x01(\x08\"\xa0\x01\n\x13LatencyCoefficients\x12\x0e\n\x06\x62\x61se_s\x18\x01 \x01(\x01\x12\x13\n\x0bper_token_s\x18\x02 \x01(\x01\x12\x1c\n\x14per_attention_pair_s\x18\x03 \x01(\x01\x12\x13\n\x0bper_chunk_s\x18\x04 \x01(\x01\x12\x14\n\x0cper_decode_s\x18\x05 \x01(\x01\x12\x1b\n\x13per_context_token_s\x18\x06 \x01(\x01\"u\n\rClassCounters\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cnum_finished\x18\x02 \x01(\x04\x12\x14\n\x0cnum_met_ttft\x18\x03 \x01(\x04\x12\x14\n\x0cnum_met_tpot\x18\x04 \x01(\x04\x12\x14\n\x0cnum_met_both\x18\x05 \x01(\x04\"_\n\rRequestSample\x12\r\n\x05gap_s\x18\x01 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x11\n\tslo_class\x18\x04 \x01(\t\"4\n\x0bMoveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\"2\n\x0cMoveResponse\x12\x12\n\nis_started\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t*\xc6\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x45NGINE_STATE_CONNECTING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x03\x12\x18\n\x14\x45NGINE_STATE_DRAINED\x10\x04\x12\x15\n\x11\x45NGINE_STATE_LOST\x10\x05\x12\x18\n\x14\x45NGINE_STATE_REFUSED\x10\x06\x32\xd2\x01\n\x07\x43ontrol\x12\x46\n\tApplyPlan\x12\x1b.sluice.v1.ApplyPlanRequest\x1a\x1c.sluice.v1.ApplyPlanResponse\x12\x46\n\tGetStatus\x12\x1b.sluice.v1.GetStatusRequest\x1a\x1c.sluice.v1.GetStatusResponse\x12\x37\n\x04Move\x12\x16.sluice.v1.MoveRequest\x1a\x17.sluice.v1.MoveResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17sluice/v1/control.proto\x12\tsluice.v1\x1a\x14sluice/v1/plan.proto\"1\n\x10\x41pplyPlanRequest\x12\x1d\n\x04plan\x18\x01 \x01(\x0b\x32\x0f.sluice.v1.Plan\"J\n\x11\x41pplyPlanResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x12\n\nis_applied\x18\x02 \x01(\x08\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"<\n\x10GetStatusRequest\x12\x15\n\rafter_version\x18\x01 \x01(\x04\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"\xe7\x02\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x13\n\x0b\x63luster_uid\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x1f\n\x17\x61\x63knowledged_generation\x18\x05 \x01(\x04\x12(\n\x07\x65ngines\x18\x06 \x03(\x0b\x32\x17.sluice.v1.EngineStatus\x12)\n\x07\x63lasses\x18\x07 \x03(\x0b\x32\x18.sluice.v1.ClassCounters\x12)\n\x07samples\x18\x08 \x03(\x0b\x32\x18.sluice.v1.RequestSample\x12\x14\n\x0cnum_requests\x18\t \x01(\r\x12\x13\n\x0bnum_waiting\x18\n \x01(\r\x12\x10\n\x08is_ready\x18\x0b \x01(\x08\x12\x12\n\nnum_failed\x18\x0c \x01(\x04\x12\x13\n\x0bnum_arrived\x18\r \x01(\x04\"\x91\x06\n\x0c\x45ngineStatus\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12%\n\x05state\x18\x04 \x01(\x0e\x32\x16.sluice.v1.EngineState\x12\x1d\n\x04role\x18\x05 \x01(\x0e\x32\x0f.sluice.v1.Role\x12\x19\n\x11\x63hunk_size_tokens\x18\x06 \x01(\r\x12\x1f\n\x17\x61\x63knowledged_generation\x18\x07 \x01(\x04\x12\x17\n\x0frunning_decodes\x18\x08 \x01(\r\x12\x18\n\x10waiting_requests\x18\t \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\n \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x0b \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x0c \x01(\r\x12\x19\n\x11kv_blocks_granted\x18\r \x01(\r\x12\x18\n\x10kv_blocks_pinned\x18\x0e \x01(\r\x12\x14\n\x0cnum_moved_in\x18\x0f \x01(\x04\x12\x15\n\rnum_moved_out\x18\x10 \x01(\x04\x12\x11\n\ttransport\x18\x11 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x12 \x01(\t\x12\x12\n\nlast_fault\x18\x13 \x01(\t\x12\x1d\n\x15num_fitted_iterations\x18\x14 \x01(\x04\x12\x1b\n\x13latency_error_ratio\x18\x15 \x01(\x01\x12\x18\n\x10max_batch_tokens\x18\x16 \x01(\r\x12/\n\x07latency\x18\x17 \x01(\x0b\x32\x1e.sluice.v1.LatencyCoefficients\x12\x19\n\x11\x62lock_size_tokens\x18\x18 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x19 \x01(\x04\x12\x14\n\x0cmax_num_seqs\x18\x1a \x01(\r\x12\x11\n\tnum_ended\x18\x1b \x01(\x04\x12\x14\n\x0cnum_met_both\x18\x1c \x01(\x04\x12\x12\n\nnum_failed\x18\x1d \x01(\x04\x12\x1a\n\x12serves_other_model\x18\x1e \x01(\x08\"\xa0\x01\n\x13LatencyCoefficients\x12\x0e\n\x06\x62\x61se_s\x18\x01 \x01(\x01\x12\x13\n\x0bper_token_s\x18\x02 \x01(\x01\x12\x1c\n\x14per_attention_pair_s\x18\x03 \x01(\x01\x12\x13\n\x0bper_chunk_s\x18\x04 \x01(\x01\x12\x14\n\x0cper_decode_s\x18\x05 \x01(\x01\x12\x1b\n\x13per_context_token_s\x18\x06 \x01(\x01\"u\n\rClassCounters\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cnum_finished\x18\x02 \x01(\x04\x12\x14\n\x0cnum_met_ttft\x18\x03 \x01(\x04\x12\x14\n\x0cnum_met_tpot\x18\x04 \x01(\x04\x12\x14\n\x0cnum_met_both\x18\x05 \x01(\x04\"_\n\rRequestSample\x12\r\n\x05gap_s\x18\x01 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x11\n\tslo_class\x18\x04 \x01(\t\"4\n\x0bMoveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\"2\n\x0cMoveResponse\x12\x12\n\nis_started\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t*\xc6\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x45NGINE_STATE_CONNECTING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x03\x12\x18\n\x14\x45NGINE_STATE_DRAINED\x10\x04\x12\x15\n\x11\x45NGINE_STATE_LOST\x10\x05\x12\x18\n\x14\x45NGINE_STATE_REFUSED\x10\x06\x32\xd2\x01\n\x07\x43ontrol\x12\x46\n\tApplyPlan\x12\x1b.sluice.v1.ApplyPlanRequest\x1a\x1c.sluice.v1.ApplyPlanResponse\x12\x46\n\tGetStatus\x12\x1b.sluice.v1.GetStatusRequest\x1a\x1c.sluice.v1.GetStatusResponse\x12\x37\n\x04Move\x12\x16.sluice.v1.MoveRequest\x1a\x17.sluice.v1.MoveResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sluice.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENGINESTATE']._serialized_start=1864
-  _globals['_ENGINESTATE']._serialized_end=2062
+  _globals['_ENGINESTATE']._serialized_start=1885
+  _globals['_ENGINESTATE']._serialized_end=2083
   _globals['_APPLYPLANREQUEST']._serialized_start=60
   _globals['_APPLYPLANREQUEST']._serialized_end=109
   _globals['_APPLYPLANRESPONSE']._serialized_start=111
@@ -41,19 +41,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=187
   _globals['_GETSTATUSREQUEST']._serialized_end=247
   _globals['_GETSTATUSRESPONSE']._serialized_start=250
-  _globals['_GETSTATUSRESPONSE']._serialized_end=588
-  _globals['_ENGINESTATUS']._serialized_start=591
-  _globals['_ENGINESTATUS']._serialized_end=1376
-  _globals['_LATENCYCOEFFICIENTS']._serialized_start=1379
-  _globals['_LATENCYCOEFFICIENTS']._serialized_end=1539
-  _globals['_CLASSCOUNTERS']._serialized_start=1541
-  _globals['_CLASSCOUNTERS']._serialized_end=1658
-  _globals['_REQUESTSAMPLE']._serialized_start=1660
-  _globals['_REQUESTSAMPLE']._serialized_end=1755
-  _globals['_MOVEREQUEST']._serialized_start=1757
-  _globals['_MOVEREQUEST']._serialized_end=1809
-  _globals['_MOVERESPONSE']._serialized_start=1811
-  _globals['_MOVERESPONSE']._serialized_end=1861
-  _globals['_CONTROL']._serialized_start=2065
-  _globals['_CONTROL']._serialized_end=2275
+  _globals['_GETSTATUSRESPONSE']._serialized_end=609
+  _globals['_ENGINESTATUS']._serialized_start=612
+  _globals['_ENGINESTATUS']._serialized_end=1397
+  _globals['_LATENCYCOEFFICIENTS']._serialized_start=1400
+  _globals['_LATENCYCOEFFICIENTS']._serialized_end=1560
+  _globals['_CLASSCOUNTERS']._serialized_start=1562
+  _globals['_CLASSCOUNTERS']._serialized_end=1679
+  _globals['_REQUESTSAMPLE']._serialized_start=1681
+  _globals['_REQUESTSAMPLE']._serialized_end=1776
+  _globals['_MOVEREQUEST']._serialized_start=1778
+  _globals['_MOVEREQUEST']._serialized_end=1830
+  _globals['_MOVERESPONSE']._serialized_start=1832
+  _globals['_MOVERESPONSE']._serialized_end=1882
+  _globals['_CONTROL']._serialized_start=2086
+  _globals['_CONTROL']._serialized_end=2296
 # @@protoc_insertion_point(module_scope)

@@ -158,6 +158,7 @@ class GetStatusResponse(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     IS_READY_FIELD_NUMBER: _builtins.int
     NUM_FAILED_FIELD_NUMBER: _builtins.int
+    NUM_ARRIVED_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Grows with every change worth reporting."""
     router_id: _builtins.str
@@ -176,6 +177,10 @@ class GetStatusResponse(_message.Message):
     """True: /readyz answers 200."""
     num_failed: _builtins.int
     """Requests that failed since the router's start; those that were rejected, cancelled or wrong are not among them."""
+    num_arrived: _builtins.int
+    """Requests that asked for an engine since the router's start; those that found the queue full are among them, wrong
+    ones and those over their owner's limits are not.
+    """
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]:
         """Engines this router knows."""
@@ -203,10 +208,11 @@ class GetStatusResponse(_message.Message):
         num_waiting: _builtins.int = ...,
         is_ready: _builtins.bool = ...,
         num_failed: _builtins.int = ...,
+        num_arrived: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_generation", b"acknowledged_generation", "classes", b"classes", "cluster_uid", b"cluster_uid", "engines", b"engines", "generation", b"generation", "is_ready", b"is_ready", "num_failed", b"num_failed", "num_requests", b"num_requests", "num_waiting", b"num_waiting", "router_id", b"router_id", "samples", b"samples", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_generation", b"acknowledged_generation", "classes", b"classes", "cluster_uid", b"cluster_uid", "engines", b"engines", "generation", b"generation", "is_ready", b"is_ready", "num_arrived", b"num_arrived", "num_failed", b"num_failed", "num_requests", b"num_requests", "num_waiting", b"num_waiting", "router_id", b"router_id", "samples", b"samples", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -80,6 +80,7 @@ class AttachRequest(_message.Message):
     KV_OFFER_REQUESTS_FIELD_NUMBER: _builtins.int
     PART_PULLS_FIELD_NUMBER: _builtins.int
     RELEASED_OFFER_IDS_FIELD_NUMBER: _builtins.int
+    CLAIMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """Identity of the router; first message only."""
@@ -132,6 +133,10 @@ class AttachRequest(_message.Message):
     def released_offer_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Offers that nobody reads any more: their reader has answered, or never heard of them."""
 
+    @_builtins.property
+    def claims(self) -> _containers.RepeatedCompositeFieldContainer[Global___Claim]:
+        """Requests that clients want to go on with here, whichever router had them. Each is answered by a ClaimAnswer."""
+
     def __init__(
         self,
         *,
@@ -148,10 +153,11 @@ class AttachRequest(_message.Message):
         kv_offer_requests: _abc.Iterable[Global___KvOfferRequest] | None = ...,
         part_pulls: _abc.Iterable[Global___PartPull] | None = ...,
         released_offer_ids: _abc.Iterable[_builtins.int] | None = ...,
+        claims: _abc.Iterable[Global___Claim] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "hello", b"hello", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "configure", b"configure", "grant_requests", b"grant_requests", "hand_offs", b"hand_offs", "hello", b"hello", "kv_offer_requests", b"kv_offer_requests", "part_pulls", b"part_pulls", "released_grant_ids", b"released_grant_ids", "released_offer_ids", b"released_offer_ids", "released_slots", b"released_slots", "resumes", b"resumes", "submits", b"submits", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "claims", b"claims", "configure", b"configure", "grant_requests", b"grant_requests", "hand_offs", b"hand_offs", "hello", b"hello", "kv_offer_requests", b"kv_offer_requests", "part_pulls", b"part_pulls", "released_grant_ids", b"released_grant_ids", "released_offer_ids", b"released_offer_ids", "released_slots", b"released_slots", "resumes", b"resumes", "submits", b"submits", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -303,6 +309,9 @@ class Submit(_message.Message):
     IS_RECOVERY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     SPLIT_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    RESUME_KEY_FIELD_NUMBER: _builtins.int
+    RESUME_STATE_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Number of the request on this stream, chosen by the router. It is free again after the slot's Finished, and for a
     hand-off after its release.
@@ -335,6 +344,14 @@ class Submit(_message.Message):
     """Output tokens of the whole request at which this engine's part of it is planned to end; 0: it is not. The engine
     proposes the move when that is near (MOVE_CAUSE_SPLIT).
     """
+    resume_key: _builtins.bytes
+    """Names the request to routers that may go on with it (Claim); empty: its client cannot resume it. It is a hash of
+    what the client has, so that whoever reads it here cannot resume anything.
+    """
+    resume_state: _builtins.bytes
+    """What a router needs beside this message to go on with the answer (ResumeState in resume.proto); the engine does not
+    read it, and keeps no more than 16 KiB. A longer one makes the request one that cannot be resumed.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, without generated tokens."""
@@ -350,6 +367,10 @@ class Submit(_message.Message):
     @_builtins.property
     def kv(self) -> Global___KvHandle:
         """KV on another engine to pull; absent: prefill here."""
+
+    @_builtins.property
+    def history(self) -> Global___RequestHistory:
+        """How it was served before, for the usage of a request that another router may go on with; absent: it cannot."""
 
     def __init__(
         self,
@@ -372,10 +393,13 @@ class Submit(_message.Message):
         is_recovery: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
         split_output_tokens: _builtins.int = ...,
+        resume_key: _builtins.bytes = ...,
+        resume_state: _builtins.bytes = ...,
+        history: Global___RequestHistory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "kv", b"kv", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "history", b"history", "kv", b"kv", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "age_s", b"age_s", "cache_salt", b"cache_salt", "fence", b"fence", "grant_id", b"grant_id", "is_recovery", b"is_recovery", "kv", b"kv", "output_token_ids", b"output_token_ids", "output_tokens_since_reset", b"output_tokens_since_reset", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s", "slot", b"slot", "split_output_tokens", b"split_output_tokens", "submit_number", b"submit_number", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "age_s", b"age_s", "cache_salt", b"cache_salt", "fence", b"fence", "grant_id", b"grant_id", "history", b"history", "is_recovery", b"is_recovery", "kv", b"kv", "output_token_ids", b"output_token_ids", "output_tokens_since_reset", b"output_tokens_since_reset", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume_key", b"resume_key", "resume_state", b"resume_state", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s", "slot", b"slot", "split_output_tokens", b"split_output_tokens", "submit_number", b"submit_number", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__since_first_token_s: _TypeAlias = _typing.Literal["since_first_token_s"]  # noqa: Y015
     _WhichOneofArgType__since_first_token_s: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s"]  # noqa: Y015
@@ -482,6 +506,109 @@ class Resume(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class Claim(_message.Message):
+    """Asks for a request by its resume key. One that runs here leaves the router that had it, whose slot ends with CLAIMED,
+    and is held for the stream of the one that asks, which resumes it (Resume) or aborts it (Abort.held_request_id). From
+    then on the engine refuses submits of other routers with that key, also where the request was not found.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESUME_KEY_FIELD_NUMBER: _builtins.int
+    resume_key: _builtins.bytes
+    """See Submit.resume_key."""
+    def __init__(
+        self,
+        *,
+        resume_key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume_key", b"resume_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Claim: _TypeAlias = Claim  # noqa: Y015
+
+@_typing.final
+class ClaimAnswer(_message.Message):
+    """What the engine has of a claimed request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESUME_KEY_FIELD_NUMBER: _builtins.int
+    SUBMIT_FIELD_NUMBER: _builtins.int
+    ELAPSED_S_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_BEFORE_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    resume_key: _builtins.bytes
+    """The key."""
+    elapsed_s: _builtins.float
+    """Seconds since that Submit came."""
+    num_tokens_before: _builtins.int
+    """Output tokens that it came with."""
+    @_builtins.property
+    def submit(self) -> Global___Submit:
+        """The Submit with which it came, all tokens made here added to output_token_ids; absent: it is not known here."""
+
+    @_builtins.property
+    def ended(self) -> Global___Finished:
+        """How it ended here, when it does not run any more."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """Logprobs of the tokens made here, in their order, when the request asked for them; columns mean nothing."""
+
+    def __init__(
+        self,
+        *,
+        resume_key: _builtins.bytes = ...,
+        submit: Global___Submit | None = ...,
+        elapsed_s: _builtins.float = ...,
+        num_tokens_before: _builtins.int = ...,
+        ended: Global___Finished | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "submit", b"submit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_s", b"elapsed_s", "ended", b"ended", "logprobs", b"logprobs", "num_tokens_before", b"num_tokens_before", "resume_key", b"resume_key", "submit", b"submit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClaimAnswer: _TypeAlias = ClaimAnswer  # noqa: Y015
+
+@_typing.final
+class RequestHistory(_message.Message):
+    """How a request was served before its present engine got it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_HAND_OFFS_FIELD_NUMBER: _builtins.int
+    NUM_RECOVERIES_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    num_hand_offs: _builtins.int
+    """Moves between engines that kept the KV."""
+    num_recoveries: _builtins.int
+    """Times it went on elsewhere after a failure."""
+    num_cached_tokens: _builtins.int
+    """Prompt tokens found in a prefix cache."""
+    def __init__(
+        self,
+        *,
+        num_hand_offs: _builtins.int = ...,
+        num_recoveries: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_hand_offs", b"num_hand_offs", "num_recoveries", b"num_recoveries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestHistory: _TypeAlias = RequestHistory  # noqa: Y015
 
 @_typing.final
 class GrantRequest(_message.Message):
@@ -721,6 +848,7 @@ class AttachResponse(_message.Message):
     PREFIXES_FIELD_NUMBER: _builtins.int
     KV_OFFERS_FIELD_NUMBER: _builtins.int
     PARTS_PULLED_FIELD_NUMBER: _builtins.int
+    CLAIM_ANSWERS_FIELD_NUMBER: _builtins.int
     fault: _builtins.str
     """Fault text when the engine is about to end the stream."""
     @_builtins.property
@@ -783,6 +911,10 @@ class AttachResponse(_message.Message):
     def parts_pulled(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartPulled]:
         """Answers to part pulls."""
 
+    @_builtins.property
+    def claim_answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClaimAnswer]:
+        """Answers to claims."""
+
     def __init__(
         self,
         *,
@@ -802,10 +934,11 @@ class AttachResponse(_message.Message):
         prefixes: Global___PrefixChanges | None = ...,
         kv_offers: _abc.Iterable[Global___KvOffer] | None = ...,
         parts_pulled: _abc.Iterable[Global___PartPulled] | None = ...,
+        claim_answers: _abc.Iterable[Global___ClaimAnswer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["configured", b"configured", "hello", b"hello", "load", b"load", "prefixes", b"prefixes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["configured", b"configured", "fault", b"fault", "finished", b"finished", "grants", b"grants", "hand_offs_refused", b"hand_offs_refused", "hello", b"hello", "kv_offers", b"kv_offers", "load", b"load", "logprobs", b"logprobs", "output_indexes", b"output_indexes", "parts_pulled", b"parts_pulled", "prefixes", b"prefixes", "proposals", b"proposals", "slots", b"slots", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim_answers", b"claim_answers", "configured", b"configured", "fault", b"fault", "finished", b"finished", "grants", b"grants", "hand_offs_refused", b"hand_offs_refused", "hello", b"hello", "kv_offers", b"kv_offers", "load", b"load", "logprobs", b"logprobs", "output_indexes", b"output_indexes", "parts_pulled", b"parts_pulled", "prefixes", b"prefixes", "proposals", b"proposals", "slots", b"slots", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -871,6 +1004,7 @@ class EngineHello(_message.Message):
     PREFIX_ROOT_FIELD_NUMBER: _builtins.int
     PULLS_PARTS_FIELD_NUMBER: _builtins.int
     MODEL_ID_FIELD_NUMBER: _builtins.int
+    RESUME_S_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Pod uid, or the launcher's name."""
     epoch: _builtins.int
@@ -901,6 +1035,10 @@ class EngineHello(_message.Message):
     """True: it offers KV of running requests, and pulls it in parts."""
     model_id: _builtins.str
     """The control plane's id of the model. Routers of another model do not use the engine; empty: any router may."""
+    resume_s: _builtins.float
+    """How long requests that their clients may resume go on without their router, in seconds. Routers keep to it too, for
+    clients that are gone.
+    """
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequest]:
         """Requests held from an earlier stream of this router, until it resumes or aborts them or their lease ends."""
@@ -922,10 +1060,11 @@ class EngineHello(_message.Message):
         prefix_root: _builtins.bytes = ...,
         pulls_parts: _builtins.bool = ...,
         model_id: _builtins.str = ...,
+        resume_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "held", b"held", "kv_bytes_per_token", b"kv_bytes_per_token", "max_batch_tokens", b"max_batch_tokens", "max_model_len_tokens", b"max_model_len_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "model_id", b"model_id", "prefix_root", b"prefix_root", "pulls_parts", b"pulls_parts", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "held", b"held", "kv_bytes_per_token", b"kv_bytes_per_token", "max_batch_tokens", b"max_batch_tokens", "max_model_len_tokens", b"max_model_len_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "model_id", b"model_id", "prefix_root", b"prefix_root", "pulls_parts", b"pulls_parts", "resume_s", b"resume_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14sluice/v1/plan.proto\x12\tsluice.v1\"`\n\x08SloClass\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x19\n\x11ttft_milliseconds\x18\x02 \x01(\r\x12\x19\n\x11tpot_milliseconds\x18\x03 \x01(\r\x12\x10\n\x08priority\x18\x04 \x01(\x05\"\xad\x01\n\x0bOwnerLimits\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x1b\n\x13requests_per_minute\x18\x02 \x01(\r\x12\x19\n\x11tokens_per_minute\x18\x03 \x01(\r\x12\x1b\n\x13\x63oncurrent_requests\x18\x04 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x05 \x01(\r\x12\x0f\n\x07\x63lasses\x18\x06 \x03(\t\x12\x0e\n\x06weight\x18\x07 \x01(\r\"n\n\nEnginePlan\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.sluice.v1.Role\x12\x19\n\x11\x63hunk_size_tokens\x18\x03 \x01(\r\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\"4\n\x0bServedModel\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x13\n\x0bserved_name\x18\x02 \x01(\t\"\x87\x04\n\x04Plan\x12\x13\n\x0b\x63luster_uid\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x10\n\x08strategy\x18\x0c \x01(\t\x12\x44\n\x13strategy_parameters\x18\r \x03(\x0b\x32\'.sluice.v1.Plan.StrategyParametersEntry\x12(\n\x0bslo_classes\x18\x05 \x03(\x0b\x32\x13.sluice.v1.SloClass\x12\x1a\n\x12\x61ttainment_percent\x18\x06 \x01(\r\x12&\n\x07\x65ngines\x18\x07 \x03(\x0b\x32\x15.sluice.v1.EnginePlan\x12!\n\x19unnamed_chunk_size_tokens\x18\x08 \x01(\r\x12\x19\n\x11served_model_name\x18\t \x01(\t\x12\x19\n\x11model_fingerprint\x18\n \x01(\t\x12\x13\n\x0bnum_routers\x18\x0b \x01(\r\x12,\n\x0cowner_limits\x18\x0e \x03(\x0b\x32\x16.sluice.v1.OwnerLimits\x12-\n\rserved_models\x18\x0f \x03(\x0b\x32\x16.sluice.v1.ServedModel\x1a\x39\n\x17StrategyParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05*K\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12ROLE_PREFILL_HEAVY\x10\x01\x12\x15\n\x11ROLE_DECODE_HEAVY\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14sluice/v1/plan.proto\x12\tsluice.v1\"`\n\x08SloClass\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x19\n\x11ttft_milliseconds\x18\x02 \x01(\r\x12\x19\n\x11tpot_milliseconds\x18\x03 \x01(\r\x12\x10\n\x08priority\x18\x04 \x01(\x05\"\xad\x01\n\x0bOwnerLimits\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x1b\n\x13requests_per_minute\x18\x02 \x01(\r\x12\x19\n\x11tokens_per_minute\x18\x03 \x01(\r\x12\x1b\n\x13\x63oncurrent_requests\x18\x04 \x01(\r\x12\x19\n\x11max_output_tokens\x18\x05 \x01(\r\x12\x0f\n\x07\x63lasses\x18\x06 \x03(\t\x12\x0e\n\x06weight\x18\x07 \x01(\r\"n\n\nEnginePlan\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.sluice.v1.Role\x12\x19\n\x11\x63hunk_size_tokens\x18\x03 \x01(\r\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\"4\n\x0bServedModel\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x13\n\x0bserved_name\x18\x02 \x01(\t\"\x9d\x04\n\x04Plan\x12\x13\n\x0b\x63luster_uid\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x10\n\x08strategy\x18\x0c \x01(\t\x12\x44\n\x13strategy_parameters\x18\r \x03(\x0b\x32\'.sluice.v1.Plan.StrategyParametersEntry\x12(\n\x0bslo_classes\x18\x05 \x03(\x0b\x32\x13.sluice.v1.SloClass\x12\x1a\n\x12\x61ttainment_percent\x18\x06 \x01(\r\x12&\n\x07\x65ngines\x18\x07 \x03(\x0b\x32\x15.sluice.v1.EnginePlan\x12!\n\x19unnamed_chunk_size_tokens\x18\x08 \x01(\r\x12\x19\n\x11served_model_name\x18\t \x01(\t\x12\x19\n\x11model_fingerprint\x18\n \x01(\t\x12\x13\n\x0bnum_routers\x18\x0b \x01(\r\x12,\n\x0cowner_limits\x18\x0e \x03(\x0b\x32\x16.sluice.v1.OwnerLimits\x12-\n\rserved_models\x18\x0f \x03(\x0b\x32\x16.sluice.v1.ServedModel\x12\x14\n\x0chold_seconds\x18\x10 \x01(\r\x1a\x39\n\x17StrategyParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05*K\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12ROLE_PREFILL_HEAVY\x10\x01\x12\x15\n\x11ROLE_DECODE_HEAVY\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PLAN_STRATEGYPARAMETERSENTRY']._loaded_options = None
   _globals['_PLAN_STRATEGYPARAMETERSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=997
-  _globals['_ROLE']._serialized_end=1072
+  _globals['_ROLE']._serialized_start=1019
+  _globals['_ROLE']._serialized_end=1094
   _globals['_SLOCLASS']._serialized_start=35
   _globals['_SLOCLASS']._serialized_end=131
   _globals['_OWNERLIMITS']._serialized_start=134
@@ -44,7 +44,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVEDMODEL']._serialized_start=421
   _globals['_SERVEDMODEL']._serialized_end=473
   _globals['_PLAN']._serialized_start=476
-  _globals['_PLAN']._serialized_end=995
-  _globals['_PLAN_STRATEGYPARAMETERSENTRY']._serialized_start=926
-  _globals['_PLAN_STRATEGYPARAMETERSENTRY']._serialized_end=983
+  _globals['_PLAN']._serialized_end=1017
+  _globals['_PLAN_STRATEGYPARAMETERSENTRY']._serialized_start=948
+  _globals['_PLAN_STRATEGYPARAMETERSENTRY']._serialized_end=1005
 # @@protoc_insertion_point(module_scope)

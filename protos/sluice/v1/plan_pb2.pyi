@@ -228,6 +228,7 @@ class Plan(_message.Message):
     NUM_ROUTERS_FIELD_NUMBER: _builtins.int
     OWNER_LIMITS_FIELD_NUMBER: _builtins.int
     SERVED_MODELS_FIELD_NUMBER: _builtins.int
+    HOLD_SECONDS_FIELD_NUMBER: _builtins.int
     cluster_uid: _builtins.str
     """Uid of the ServingCluster. A plan of another uid is refused."""
     generation: _builtins.int
@@ -244,6 +245,10 @@ class Plan(_message.Message):
     """Model or fingerprint that engines must report; empty: all engines must agree on the model among themselves."""
     num_routers: _builtins.int
     """Routers that share the engines; per-process limits are divided by it."""
+    hold_seconds: _builtins.int
+    """Longest time that a request waits while the plan names no engine that stays, in seconds: the first request brings
+    one. 0: as long as for any engine, and a router without engines is not ready.
+    """
     @_builtins.property
     def strategy_parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Its parameters, by their names in the strategy's row; whole numbers or words. One that is missing has its default."""
@@ -280,10 +285,11 @@ class Plan(_message.Message):
         num_routers: _builtins.int = ...,
         owner_limits: _abc.Iterable[Global___OwnerLimits] | None = ...,
         served_models: _abc.Iterable[Global___ServedModel] | None = ...,
+        hold_seconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attainment_percent", b"attainment_percent", "cluster_uid", b"cluster_uid", "engines", b"engines", "generation", b"generation", "model_fingerprint", b"model_fingerprint", "num_routers", b"num_routers", "owner_limits", b"owner_limits", "served_model_name", b"served_model_name", "served_models", b"served_models", "slo_classes", b"slo_classes", "strategy", b"strategy", "strategy_parameters", b"strategy_parameters", "unnamed_chunk_size_tokens", b"unnamed_chunk_size_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attainment_percent", b"attainment_percent", "cluster_uid", b"cluster_uid", "engines", b"engines", "generation", b"generation", "hold_seconds", b"hold_seconds", "model_fingerprint", b"model_fingerprint", "num_routers", b"num_routers", "owner_limits", b"owner_limits", "served_model_name", b"served_model_name", "served_models", b"served_models", "slo_classes", b"slo_classes", "strategy", b"strategy", "strategy_parameters", b"strategy_parameters", "unnamed_chunk_size_tokens", b"unnamed_chunk_size_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

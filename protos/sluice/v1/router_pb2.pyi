@@ -38,6 +38,8 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
+    IS_RESUMABLE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served model name; empty: the only one."""
     text: _builtins.str
@@ -56,6 +58,8 @@ class GenerateRequest(_message.Message):
     """Whether special tokens have no text; absent: true."""
     include_stop_str_in_output: _builtins.bool
     """Whether the stop string that ended the output stays in its text."""
+    is_resumable: _builtins.bool
+    """Whether the caller may go on with the output at any router after its call broke; see resume_capability."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -71,6 +75,10 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the output and are not part of it; at most 16."""
+
+    @_builtins.property
+    def resume(self) -> Global___ResumePoint:
+        """Goes on with the output of an earlier call, whose request_id this call repeats. Everything else is left out."""
 
     def __init__(
         self,
@@ -88,10 +96,12 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         include_stop_str_in_output: _builtins.bool = ...,
+        is_resumable: _builtins.bool = ...,
+        resume: Global___ResumePoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_skip_special_tokens", b"_skip_special_tokens", "messages", b"messages", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_skip_special_tokens", b"_skip_special_tokens", "messages", b"messages", "priority", b"priority", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_skip_special_tokens", b"_skip_special_tokens", "include_stop_str_in_output", b"include_stop_str_in_output", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "slo_class", b"slo_class", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tpot_slo_milliseconds", b"tpot_slo_milliseconds", "ttft_slo_milliseconds", b"ttft_slo_milliseconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_skip_special_tokens", b"_skip_special_tokens", "include_stop_str_in_output", b"include_stop_str_in_output", "is_resumable", b"is_resumable", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "slo_class", b"slo_class", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tpot_slo_milliseconds", b"tpot_slo_milliseconds", "ttft_slo_milliseconds", b"ttft_slo_milliseconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
@@ -107,6 +117,32 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ResumePoint(_message.Message):
+    """Where the caller goes on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    capability: _builtins.str
+    """What the earlier call got (GenerateResponse.resume_capability)."""
+    num_output_tokens: _builtins.int
+    """Output tokens that the caller has; the output goes on behind them."""
+    def __init__(
+        self,
+        *,
+        capability: _builtins.str = ...,
+        num_output_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "num_output_tokens", b"num_output_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumePoint: _TypeAlias = ResumePoint  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -225,6 +261,7 @@ class GenerateResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    RESUME_CAPABILITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id (x-request-id)."""
     text: _builtins.str
@@ -233,6 +270,8 @@ class GenerateResponse(_message.Message):
     """Index of the first of them in the output."""
     finish_reason: _sampling_pb2.FinishReason.ValueType
     """Set in the last part."""
+    resume_capability: _builtins.str
+    """Set in the first part of a resumable output: with it and the request's id the caller can go on after a broken call."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens, in order."""
@@ -255,10 +294,11 @@ class GenerateResponse(_message.Message):
         logprobs: _abc.Iterable[Global___OutputLogprobs] | None = ...,
         finish_reason: _sampling_pb2.FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
+        resume_capability: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_output_index", b"first_output_index", "logprobs", b"logprobs", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_output_index", b"first_output_index", "logprobs", b"logprobs", "request_id", b"request_id", "resume_capability", b"resume_capability", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,6 +41,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """A prompt that had not started goes back to its router (chunk size 0, drain)."""
     FINISH_REASON_REFUSED: _FinishReason.ValueType  # 7
     """The request is invalid on any engine; see the error text."""
+    FINISH_REASON_CLAIMED: _FinishReason.ValueType  # 8
+    """Another router goes on with the request, because its client asked for it there."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a request ended on an engine or for a client."""
@@ -61,6 +63,8 @@ FINISH_REASON_RETURNED: FinishReason.ValueType  # 6
 """A prompt that had not started goes back to its router (chunk size 0, drain)."""
 FINISH_REASON_REFUSED: FinishReason.ValueType  # 7
 """The request is invalid on any engine; see the error text."""
+FINISH_REASON_CLAIMED: FinishReason.ValueType  # 8
+"""Another router goes on with the request, because its client asked for it there."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sluice.grpc_credentials import make_server_credentials
-from sluice.v1 import router_pb2, router_pb2_grpc
+from sluice.v1 import resume_pb2, router_pb2, router_pb2_grpc
 from sluice_router.api import grpc_fields
 from sluice_router.api.objectives import read_objectives
 from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, SluiceOptions, check
@@ -25,6 +26,8 @@ from sluice_router.api.request_preparation import (
     to_router_error,
 )
 from sluice_router.api.response_streams import GrpcResponseStream
+from sluice_router.api.resumption.answer_states import AnswerIdentity, make_resumable, read_state, restore_request
+from sluice_router.api.resumption.claimed_answers import claim_answer, prepare_found, replay
 from sluice_router.error_statuses import error_status_of
 from sluice_router.errors import InvalidRequestError, RouterError
 from sluice_router.observability.request_traces import read_trace_headers
@@ -33,6 +36,8 @@ from sluice_router.security.access_control import OPEN_ACCESS
 from sluice_router.text.output import Output
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from google.protobuf.message import Message
 
     from sluice_core.records import RequestId
@@ -45,6 +50,27 @@ if TYPE_CHECKING:
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 HEALTH_INTERVAL_S = 0.2
+
+
+@dataclass(slots=True, kw_only=True)
+class _Answer:
+    """A call's answer.
+
+    Args:
+        request_id: The router's id of the request.
+        shown_id: The caller's.
+        output: What the data plane fills.
+        begin: Hands the request to the data plane.
+        capability: What lets the caller go on after a broken call; empty: nothing does.
+        can_come_back: Whether the caller has that.
+    """
+
+    request_id: RequestId
+    shown_id: str
+    output: Output
+    begin: Callable[[GrpcResponseStream], None]
+    capability: str = ""
+    can_come_back: bool = False
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
@@ -74,8 +100,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
             return
         shown_id = choose_shown_id(request.request_id, request_id)
         try:
-            prepared = await self._prepare(request, context, arrival_s, request_id, self._find_owner(context))
-            await self._run(prepared, context)
+            owner = self._find_owner(context)
+            if request.HasField("resume"):
+                answer = await self._resume(request, context, owner)
+            else:
+                prepared = await self._prepare(request, context, arrival_s, request_id, owner)
+                answer = self._begin(prepared, shown_id, is_resumable=request.is_resumable)
+            await self._run(answer, context)
             self._metrics.count_answer("grpc", "OK", "")
         except FieldError as error:
             await self._abort(context, grpc_fields.rename(to_router_error(error), request), shown_id)
@@ -136,38 +167,92 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._preparer.check_size(fields)
         return (await self._preparer.prepare_completion(check(CompletionBody, fields), caller))[0]
 
-    async def _run(self, prepared: PreparedRequest, context: Context) -> None:
-        """Admits a request and writes its deltas until it ends.
+    def _begin(self, prepared: PreparedRequest, shown_id: str, *, is_resumable: bool) -> _Answer:
+        """Begins an answer; of a resumable one the caller gets the capability with the first part."""
+        capability = ""
+        if is_resumable:
+            identity = AnswerIdentity(form=resume_pb2.ANSWER_FORM_GRPC)
+            prepared, capability = make_resumable(prepared, identity, shown_id)
+        request = prepared.request
+        return _Answer(
+            request_id=request.request_id,
+            shown_id=shown_id,
+            output=Output(self._text, prepared.output),
+            begin=lambda to: self._plane.admit(request, to),
+            capability=capability,
+        )
+
+    async def _resume(self, asked: router_pb2.GenerateRequest, context: Context, owner: str) -> _Answer:
+        """Goes on with the output of an earlier call.
+
+        Raises:
+            FieldError: A field is wrong.
+            RouterError: The output is not known, or cannot go on.
+        """
+        if asked.WhichOneof("prompt") is not None:
+            raise FieldError("resume", "resume: the request is known from its first call; leave the prompt out")
+        num_tokens, shown_id = asked.resume.num_output_tokens, asked.request_id
+        found = await claim_answer(self._plane, asked.resume.capability, shown_id, owner, "resume.capability")
+        state = read_state(found, resume_pb2.ANSWER_FORM_GRPC)
+        found = prepare_found(found, num_tokens)
+        now, remaining_s = self._plane.now(), context.time_remaining()
+        prepared = restore_request(found, state, now, None if remaining_s is None else now + remaining_s)
+        output = Output(self._text, prepared.output)
+        stop_at = replay(output, found, num_tokens, output.take)
+
+        def begin(response_stream: GrpcResponseStream) -> None:
+            self._plane.adopt(found, prepared.request, response_stream, stop_at)
+            if len(found.output_token_ids) > num_tokens:
+                response_stream.flush(now)
+
+        return _Answer(
+            request_id=prepared.request.request_id,
+            shown_id=shown_id,
+            output=output,
+            begin=begin,
+            capability=asked.resume.capability,
+            can_come_back=True,
+        )
+
+    async def _run(self, answer: _Answer, context: Context) -> None:
+        """Begins an answer and writes its deltas until it ends.
 
         Raises:
             RouterError: The request failed.
         """
-        request_id = prepared.request.request_id
+        request_id = answer.request_id
         task = asyncio.current_task()
         assert task is not None, "gRPC runs calls in tasks"
 
         def shed() -> None:
-            self._plane.cancel(request_id, "slow_reader")
+            if not answer.can_come_back:
+                self._plane.cancel(request_id, "slow_reader")
             task.cancel()
 
-        response_stream = GrpcResponseStream(
-            Output(self._text, prepared.output), slow_readers=self._metrics.slow_readers, cancel=shed
-        )
-        self._plane.admit(prepared.request, response_stream)
-        shown_id = prepared.request.client_request_id or request_id
+        response_stream = GrpcResponseStream(answer.output, slow_readers=self._metrics.slow_readers, cancel=shed)
+        answer.begin(response_stream)
+        has_begun = False
         try:
             while True:
                 delta, end = await response_stream.next()
                 if delta or isinstance(end, Finish):
                     finish = end if isinstance(end, Finish) else None
-                    await context.write(grpc_fields.format_response(shown_id, delta, finish))
+                    part = grpc_fields.format_response(answer.shown_id, delta, finish)
+                    if answer.capability and not has_begun:
+                        part.resume_capability = answer.capability
+                    await context.write(part)
+                    has_begun = True
+                    answer.can_come_back = bool(answer.capability)
                 if isinstance(end, RouterError):
                     raise end
                 if end is not None:
                     return
         finally:
             response_stream.close()
-            if response_stream.end is None:
+            if response_stream.end is None and answer.can_come_back:
+                response_stream.detach()
+                self._plane.detach(request_id)
+            elif response_stream.end is None:
                 self._plane.cancel(request_id)
 
     async def _abort(self, context: grpc.aio.ServicerContext[Any, Any], error: RouterError, shown_id: str = "") -> None:

@@ -27,7 +27,7 @@ from sluice_router.api.info_endpoints import (
     format_ignored,
     refuse,
 )
-from sluice_router.api.objectives import read_objectives
+from sluice_router.api.objectives import CAPABILITY_HEADER, read_objectives
 from sluice_router.api.openai_requests import ChatBody, FieldError, parse_chat, parse_completion, quote
 from sluice_router.api.request_preparation import (
     Caller,
@@ -36,6 +36,7 @@ from sluice_router.api.request_preparation import (
     choose_shown_id,
     to_router_error,
 )
+from sluice_router.api.resumption.http_resumption import ResumableAnswers, asks_for_resumable
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import (
     BodyTooLargeError,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from sluice_router.api.openai_requests import CompletionBody
+    from sluice_router.api.request_preparation import PreparedRequest
     from sluice_router.scheduling.requests import DataPlane
     from sluice_router.security.access_control import ClientAccess
     from sluice_router.text.tokenizer import ModelText
@@ -117,7 +119,12 @@ class HttpApi:
         self.metrics = EdgeMetrics(self.slow_readers)
         plane.registry.register(self.metrics)
         self._preparer = RequestPreparer(plane, text, self.metrics)
-        self._answers = HttpGeneration(plane, text, self.slow_readers, self._settings.stream_interval_tokens)
+        self._answers = HttpGeneration(
+            plane, text, self.slow_readers, self._settings.stream_interval_tokens, self._settings.comment_interval_s
+        )
+        self._resumable = ResumableAnswers(
+            plane, text, self._answers, self.slow_readers, self._settings.stream_interval_tokens
+        )
         # With keys, what is counted of one owner is not another's to read: a scraper has a port of its own.
         self._info_endpoints = InfoEndpoints(
             plane, text, hidden=frozenset({METRICS_PATH}) if access.keys is not None else frozenset()
@@ -292,14 +299,41 @@ class HttpApi:
     # Inference
 
     async def _complete(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
+        if CAPABILITY_HEADER in request.headers:
+            return await self._resume(request, is_chat=False)
         body, ignored = parse_completion(await self._read_body(request), self._preparer.check_size)
         prepared = await self._preparer.prepare_completion(body, self._describe_caller(request, body, arrival_s))
-        return await self._answers.answer(request, body, prepared, self._mark(request, ignored))
+        return await self._answer(request, body, prepared, ignored)
 
     async def _chat(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
+        if CAPABILITY_HEADER in request.headers:
+            return await self._resume(request, is_chat=True)
         body, ignored = parse_chat(await self._read_body(request), self._preparer.check_size)
         prepared = await self._preparer.prepare_chat(body, self._describe_caller(request, body, arrival_s))
-        return await self._answers.answer(request, body, prepared, self._mark(request, ignored))
+        return await self._answer(request, body, prepared, ignored)
+
+    async def _answer(
+        self,
+        request: web.BaseRequest,
+        body: CompletionBody | ChatBody,
+        prepared: list[PreparedRequest],
+        ignored: list[str],
+    ) -> web.StreamResponse:
+        headers = self._mark(request, ignored)
+        if asks_for_resumable(request.headers):
+            return await self._resumable.begin(request, body, prepared, headers, self._shown_id_of(request))
+        return await self._answers.answer(request, body, prepared, headers)
+
+    async def _resume(self, request: web.BaseRequest, *, is_chat: bool) -> web.StreamResponse:
+        """Goes on with a stream; the body, if there is one, is the first request's once more."""
+        await self._read_body(request)
+        return await self._resumable.resume(
+            request,
+            is_chat=is_chat,
+            owner=request.get(OWNER, ""),
+            headers=self._mark(request, []),
+            shown_id=self._shown_id_of(request),
+        )
 
     def _mark(self, request: web.BaseRequest, ignored: list[str]) -> dict[str, str]:
         cors = self._cors.find_headers(request.headers.get("Origin"))

@@ -17,7 +17,7 @@ from sluice_router.api.response_streams import AnswerProgress, SseResponseStream
 from sluice_router.text.output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sluice_router.api.openai_requests import CompletionBody
     from sluice_router.api.request_preparation import PreparedRequest
@@ -133,16 +133,25 @@ class HttpGeneration:
         text: The model's text side.
         slow_readers: Where paused streams register.
         interval_tokens: Tokens per event after the first.
+        comment_interval_s: Between two comments of an answer that is held.
 
     Attributes:
         is_closing: Whether answers say that the connection closes behind them.
     """
 
-    def __init__(self, plane: DataPlane, text: ModelText, slow_readers: SlowReaders, interval_tokens: int) -> None:
+    def __init__(
+        self,
+        plane: DataPlane,
+        text: ModelText,
+        slow_readers: SlowReaders,
+        interval_tokens: int,
+        comment_interval_s: float,
+    ) -> None:
         self._plane = plane
         self._text = text
         self._slow_readers = slow_readers
         self._interval_tokens = interval_tokens
+        self._comment_interval_s = comment_interval_s
         self.is_closing = False
 
     async def answer(
@@ -163,15 +172,16 @@ class HttpGeneration:
         Raises:
             RouterError: A choice failed before the first byte.
         """
-        formats = self._make_formats(body, prepared)
+        formats = self.make_formats(body, prepared)
         progress = AnswerProgress(len(prepared), body.n or 1)
         if body.stream:
             return await self._stream(request, prepared, formats, progress, headers)
         return await self._answer_whole(request, prepared, formats, progress, headers)
 
-    def _make_formats(
+    def make_formats(
         self, body: CompletionBody | ChatBody, prepared: Sequence[PreparedRequest]
     ) -> list[openai_responses.AnswerFormat]:
+        """Makes the forms of an answer's choices."""
         is_chat = isinstance(body, ChatBody)
         make = openai_responses.ChatFormat if is_chat else openai_responses.CompletionFormat
         answer_id = openai_responses.ID_PREFIXES[is_chat] + prepared[0].request.request_id
@@ -221,7 +231,6 @@ class HttpGeneration:
         progress: AnswerProgress,
         headers: dict[str, str],
     ) -> web.StreamResponse:
-        connection = connection_of(request)
         response_streams = [
             SseResponseStream(
                 Output(self._text, choice.output),
@@ -242,10 +251,42 @@ class HttpGeneration:
 
         try:
             await self._admit(prepared, response_streams)
+        except BaseException:
+            leave()
+            raise
+        return await self.write_stream(request, response_streams, progress, headers, leave)
+
+    async def write_stream(
+        self,
+        request: web.BaseRequest,
+        response_streams: Sequence[SseResponseStream],
+        progress: AnswerProgress,
+        headers: dict[str, str],
+        leave: Callable[[], None],
+    ) -> web.StreamResponse:
+        """Writes a streamed answer, whose choices the data plane has, until it is over.
+
+        Args:
+            request: The HTTP request.
+            response_streams: Of the answer's choices.
+            progress: Of the answer.
+            headers: Of the answer.
+            leave: Called when the client is gone before the answer is over.
+
+        Raises:
+            RouterError: A choice failed before the first byte.
+            ConnectionResetError: The client has gone.
+        """
+        connection = connection_of(request)
+        try:
             connection.watch(leave)
-            await progress.wait_first()
             keeps_connection = self._keeps_connection(request)
-            stream = self._open(request, headers, keeps_connection=keeps_connection)
+            stream = None
+            if self._plane.is_holding:
+                stream = await self._comment(request, progress, headers, keeps_connection=keeps_connection)
+            if stream is None:
+                await progress.wait_first()
+                stream = self._open(request, headers, keeps_connection=keeps_connection)
             connection.attach(response_streams, stream)
             for response_stream in response_streams:
                 response_stream.open(stream, self._plane.now())
@@ -257,6 +298,22 @@ class HttpGeneration:
             if not progress.is_over:
                 leave()
         return WrittenResponse(keeps_connection=keeps_connection)
+
+    async def _comment(
+        self, request: web.BaseRequest, progress: AnswerProgress, headers: dict[str, str], *, keeps_connection: bool
+    ) -> HttpStream | None:
+        """Begins the answer with comments while a request is held, so that neither client nor proxy gives up.
+
+        Returns:
+            The stream, once there is something to send; None: nothing has been written by then.
+        """
+        stream: HttpStream | None = None
+        while not await progress.wait_news(self._comment_interval_s):
+            if stream is None:
+                stream = self._open(request, headers, keeps_connection=keeps_connection)
+                stream.release()
+            stream.write(openai_responses.HELD_COMMENT)
+        return stream
 
     async def _admit(self, prepared: Sequence[PreparedRequest], response_streams: Sequence[ResponseStream]) -> None:
         """Admits all choices; the caller cancels those that were when another is refused."""

@@ -18,6 +18,9 @@ class HttpSettings(BaseModel):
     body_timeout_s: float = Field(default=60.0, gt=0, description="End of the headers to the end of the body.")
     idle_timeout_s: float = Field(default=75.0, gt=0, description="Between two requests of a connection.")
     stream_interval_tokens: int = Field(default=1, ge=1, description="Tokens per event after the first.")
+    comment_interval_s: float = Field(
+        default=10.0, gt=0, description="Between two comments of a stream that waits for the first engine."
+    )
     write_buffer_bytes: int = Field(
         default=64 * 1024, ge=1024, description="Unsent bytes at which a client counts as paused."
     )

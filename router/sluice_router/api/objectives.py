@@ -29,6 +29,10 @@ HEADER_PREFIX = "x-sluice-"
 # Of every header that is read here.
 PREFIXES = (HEADER_PREFIX, "x-llm-d-slo-")
 HEADERS = frozenset({TTFT_HEADERS[0], TPOT_HEADERS[0], CLASS_HEADER, PRIORITY_HEADER})
+# Headers of ours that say nothing of latency: whether a stream can be resumed, and by what.
+RESUMABLE_HEADER = "x-sluice-resumable"
+CAPABILITY_HEADER = "x-sluice-resume"
+KNOWN_HEADERS = HEADERS | {RESUMABLE_HEADER, CAPABILITY_HEADER}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +88,8 @@ def _refuse_unknown(headers: Mapping[str, str]) -> None:
     """Refuses what is ours by its name and nobody's by its meaning: an objective with a typo would not be met."""
     for name in headers:
         lower = name.lower()
-        if lower.startswith(HEADER_PREFIX) and lower not in HEADERS:
-            raise FieldError(lower, f"{lower} is no header of Sluice; known are {', '.join(sorted(HEADERS))}")
+        if lower.startswith(HEADER_PREFIX) and lower not in KNOWN_HEADERS:
+            raise FieldError(lower, f"{lower} is no header of Sluice; known are {', '.join(sorted(KNOWN_HEADERS))}")
 
 
 def _first(*values: int | None) -> int | None:

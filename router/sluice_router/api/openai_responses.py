@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 DONE = b"data: [DONE]\n\n"
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
+# Of an answer that waits for the first engine: readers of server-sent events skip lines that begin with a colon.
+HELD_COMMENT = b": waiting for an engine\n\n"
 # What an answer's id has before the router's id of the request; of completions and of chats.
 ID_PREFIXES = ("cmpl-", "chatcmpl-")
 # json.dumps makes one per call.
@@ -32,7 +34,15 @@ FINISH_REASONS = {
 
 
 class AnswerFormat(Protocol):
-    """One choice of an answer in the form of its endpoint; the answer's own parts are the same for all choices."""
+    """One choice of an answer in the form of its endpoint; the answer's own parts are the same for all choices.
+
+    Attributes:
+        answer_id: Id of the answer.
+        created_s: When it began, Unix time.
+    """
+
+    answer_id: str
+    created_s: int
 
     def start(self) -> bytes:
         """Formats the events before the first text."""
@@ -101,6 +111,8 @@ class _Format:
         includes_usage: bool,
         prompt_token_ids: list[int] | None,
     ) -> None:
+        self.answer_id = answer_id
+        self.created_s = created_s
         self._head = {"id": answer_id, "object": self.kind, "created": created_s, "model": model}
         self._index = index
         self._settings = settings

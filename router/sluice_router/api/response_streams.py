@@ -103,6 +103,11 @@ class AnswerProgress:
         if self._error is not None:
             raise self._error
 
+    async def wait_news(self, timeout_s: float) -> bool:
+        """Waits until there is something to send, an error included; returns whether there is by then."""
+        await asyncio.wait([self._first], timeout=timeout_s)
+        return self._first.done()
+
     async def wait_over(self) -> None:
         """Waits until nothing more goes out."""
         await self._over
@@ -314,6 +319,29 @@ class SseResponseStream:
             stream.write(data)
 
 
+class ResumableStream(SseResponseStream):
+    """Writes an answer that goes on when its client is gone, who may come back; for the arguments see its base."""
+
+    _is_detached = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the client has the answer's head, and with it what it needs to come back."""
+        return self._stream is not None or self._is_detached
+
+    def detach(self) -> None:
+        """Writes no more. Stop strings still end the output; its text is made once more for who asks for it."""
+        self._is_detached, self._is_paused, self._stream = True, False, None
+        self._output.take()
+
+    def flush(self, now: float) -> None:
+        """Writes one event with what has come, or drops it."""
+        if self._is_detached:
+            self._output.take()
+        else:
+            super().flush(now)
+
+
 class GrpcResponseStream:
     """Gathers deltas for the coroutine that writes them.
 
@@ -329,7 +357,7 @@ class GrpcResponseStream:
         self._cancel = cancel
         self.on_token = output.push
         self._ready = asyncio.Event()
-        self._is_writing = False
+        self._is_writing = self._is_detached = False
         self.end: Finish | RouterError | None = None
         self.paused_since_s = 0.0
 
@@ -353,6 +381,9 @@ class GrpcResponseStream:
 
     def flush(self, now: float) -> None:
         """Wakes the writer, or notes that it is still busy with an earlier delta."""
+        if self._is_detached:
+            self._output.take()
+            return
         if self._is_writing:
             if not self._ready.is_set():
                 self.paused_since_s = now
@@ -374,6 +405,11 @@ class GrpcResponseStream:
     def close(self) -> None:
         """Forgets the client."""
         self._slow_readers.discard(self)
+
+    def detach(self) -> None:
+        """Keeps nothing from here on; the request goes on for a client that may come back."""
+        self._is_detached = True
+        self._output.take()
 
     def shed(self) -> None:
         """Gives the client up, who reads too slowly."""

@@ -40,6 +40,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "returned": ("engine",),
     "lost": ("engine", "reason", "output_tokens"),
     "resumed": ("engine", "output_tokens", "stall_s"),
+    "adopted": ("engine", "output_tokens"),
+    "detached": (),
     "recovered": ("engine", "output_tokens", "stall_s"),
     "finished": ("reason", "output_tokens", "ttft_s", "tpot_s", "is_slo_met"),
     "failed": ("code", "message"),

@@ -192,6 +192,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "flow_blocked": ("Moves that did not begin.", ("cause", "reason")),
     "recoveries": ("Requests that went on elsewhere.", ("reason",)),
     "resumed": ("Requests that went on where they were after their engine's stream broke.", ()),
+    "adopted": ("Answers that clients resumed here, by what had become of them.", ("state",)),
     "engine_losses": ("Engine streams lost.", ("reason",)),
     "stale_tokens": ("Tokens of a former owner, dropped.", ()),
     "sink_faults": ("Answers given up because writing them failed.", ()),

@@ -122,16 +122,33 @@ def expire(state: RouterState, now: float) -> None:
     while state.requests.deadlines and state.requests.deadlines[0][0] <= now:
         _, request_id = heapq.heappop(state.requests.deadlines)
         request = state.requests.live.get(request_id)
-        if request is not None:
+        # A caller that came back has another deadline than at first.
+        if request is not None and request.new.deadline_s is not None and request.new.deadline_s <= now:
             late = f"the caller's deadline passed after {now - request.new.arrival_s:.1f} s"
             completion.fail(state, request, DeadlineError(late), now)
-    limit_s = state.limits.wait_limit_s
-    for request in [item for item in state.requests.waiting.values() if now - item.waiting_since_s >= limit_s]:
+    queues = state.requests
+    limit_s = _note_hold(state, now)
+    for request in [item for item in queues.waiting.values() if _waited_s(state, item, now) >= limit_s]:
         why = request.wait_reason or "no_engine"
         message = f"no engine took the request within {limit_s:g} s ({why})"
         # An outage of unknown length is expected to last as long again as it has lasted.
         error = NoEngineError(message, retry_after_s=max(MIN_RETRY_S, now - request.waiting_since_s))
         completion.fail(state, request, error, now)
+
+
+def _note_hold(state: RouterState, now: float) -> float:
+    """Notes that requests are held, if they are; returns how long one may wait, in seconds."""
+    limit_s = state.limits.wait_limit_s
+    if not state.active.is_holding or state.active.plan is None:
+        return limit_s
+    state.requests.held_s = now
+    return max(limit_s, state.active.plan.hold_s)
+
+
+def _waited_s(state: RouterState, request: LiveRequest, now: float) -> float:
+    """How long a request has waited; once there are engines again, since then."""
+    held_s = -math.inf if state.active.is_holding else state.requests.held_s
+    return now - max(request.waiting_since_s, held_s)
 
 
 def end_replaced(state: RouterState, now: float) -> None:
@@ -161,6 +178,7 @@ def _check_accepting(state: RouterState) -> Plan:
 def _check_queue(state: RouterState, plan: Plan, new: NewRequest, now: float) -> None:
     limit = max(1, state.limits.max_waiting // plan.num_routers)
     if len(state.requests.waiting) >= limit:
+        state.statistics.num_arrived += 1
         message = f"{len(state.requests.waiting)} requests wait for an engine, the limit is {limit}"
         oldest = next(iter(state.requests.waiting.values()))
         # The queue moves by its length in about the time that its head has waited.
@@ -220,8 +238,10 @@ def _register(state: RouterState, request: LiveRequest, now: float) -> None:
     """Puts an admitted request into the tables."""
     new = request.new
     state.requests.live[request.request_id] = request
-    if new.deadline_s is not None:
-        heapq.heappush(state.requests.deadlines, (new.deadline_s, request.request_id))
+    state.statistics.num_arrived += 1
+    if new.resume_key:
+        state.requests.by_resume_key[new.resume_key] = request
+    state.requests.note_deadline(new)
     state.metrics.count("tokens", "prompt", by=len(new.prompt_token_ids))
     state.decision_log.record(
         now,
@@ -248,13 +268,13 @@ def _select(
     state: RouterState, free: list[LiveRequest], urgency_of: Callable[[LiveRequest], Urgency]
 ) -> list[PrefillRequest]:
     """Describes what one pass looks at. Owners of API keys take turns; among requests of one owner there are none."""
-    pool = state.engines
+    pool, held_s = state.engines, state.requests.held_s
     if len(free) < 2 or len({request.new.owner for request in free}) == 1:
-        return [_describe(pool, request) for request in select_urgent(free, urgency_of)]
+        return [_describe(pool, request, held_s) for request in select_urgent(free, urgency_of)]
     selected = state.fair_share.select(
         free, _get_owner, urgency_of, lambda request: request.num_tokens, state.limiter.find_weight
     )
-    return [_describe(pool, request, turn) for turn, request in enumerate(selected)]
+    return [_describe(pool, request, held_s, turn) for turn, request in enumerate(selected)]
 
 
 def _get_owner(request: LiveRequest) -> str:
@@ -276,10 +296,11 @@ def _make_urgency(policy: RouterPolicy, now: float) -> Callable[[LiveRequest], U
     return get_urgency
 
 
-def _describe(pool: EnginePool, request: LiveRequest, turn: int = 0) -> PrefillRequest:
+def _describe(pool: EnginePool, request: LiveRequest, held_s: float, turn: int = 0) -> PrefillRequest:
     return PrefillRequest(
         request_id=request.request_id,
-        arrival_s=request.new.arrival_s,
+        # A request that was held is as good as new for the engine that came for it.
+        arrival_s=max(request.new.arrival_s, held_s),
         prompt_tokens=request.num_tokens,
         slo=request.slo,
         priority=request.priority,

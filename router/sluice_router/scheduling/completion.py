@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, sampling_pb2
 from sluice_core.slo import MET_NOTHING, RequestEnd, check_slo, compute_tpot_s
-from sluice_router.errors import OverloadError, RequestError
+from sluice_router.errors import OverloadError, RequestError, TakenOverError
 from sluice_router.scheduling import dispatch, migration
 from sluice_router.scheduling.requests import Finish, Usage
 
@@ -70,6 +70,8 @@ def fail(state: RouterState, request: LiveRequest, error: RouterError, now: floa
     state.outbox.actions.failures.append((request.response_stream, error))
     state.decision_log.record(now, request.request_id, "failed", error.code, error.message)
     end = RequestEnd.REJECTED if isinstance(error, OverloadError) else RequestEnd.FAILED
+    if isinstance(error, TakenOverError):
+        end = RequestEnd.CANCELLED
     if not isinstance(error, OverloadError | RequestError):
         state.statistics.num_failed += 1
         if request.last_engine is not None:
@@ -116,6 +118,9 @@ def _remove(state: RouterState, request: LiveRequest, num_output: int, now: floa
     if state.active.policy is not None:
         state.active.policy.note_finished(request.request_id, 0)
     del state.requests.live[request.request_id]
+    if request.new.resume_key:
+        state.requests.by_resume_key.pop(request.new.resume_key, None)
+        state.requests.detached.pop(request.request_id, None)
     state.requests.waiting.pop(request.request_id, None)
     state.requests.awaiting_resume.pop(request.request_id, None)
     # The end carries what is held back.

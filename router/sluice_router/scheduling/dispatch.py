@@ -77,6 +77,19 @@ def resume(
     del state.requests.waiting[request.request_id]
     state.requests.awaiting_resume.pop(request.request_id, None)
     request.pending_resume = None
+    bind(state, request, engine, has_token=pending.submission.has_token)
+    num_output = len(request.output_token_ids)
+    stall_s = 0.0
+    if request.lost_since_s is not None:
+        stall_s, request.lost_since_s = now - request.lost_since_s, None
+        state.metrics.recovery_stall_s["link"].observe(stall_s)
+    state.metrics.count("resumed")
+    state.decision_log.record(now, request.request_id, "resumed", engine.engine_id, num_output, stall_s)
+
+
+def bind(state: RouterState, request: LiveRequest, engine: ConnectedEngine, *, has_token: bool) -> None:
+    """Makes an engine the owner of a request that it holds for this router, with the fencing number that it has."""
+    assert request.submission is None
     slot = engine.take_slot()
     request.last_engine = engine
     request.submission = engine.slots[slot] = Submission(
@@ -84,20 +97,14 @@ def resume(
         slot=slot,
         request=request,
         request_id=request.request_id,
-        # Submits count per stream; this one belongs to the last stream.
+        # Submits count per stream; this one belongs to another stream.
         submit_number=0,
-        has_token=pending.submission.has_token,
+        has_token=has_token,
     )
     num_output = len(request.output_token_ids)
     state.outbox.message_to(engine).resumes.add(
         slot=slot, request_id=request.request_id, fence=request.fence, next_output_index=num_output
     )
-    stall_s = 0.0
-    if request.lost_since_s is not None:
-        stall_s, request.lost_since_s = now - request.lost_since_s, None
-        state.metrics.recovery_stall_s["link"].observe(stall_s)
-    state.metrics.count("resumed")
-    state.decision_log.record(now, request.request_id, "resumed", engine.engine_id, num_output, stall_s)
 
 
 def enqueue(queues: RequestQueues, request: LiveRequest, now: float) -> None:

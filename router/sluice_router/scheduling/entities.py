@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sluice_core.scheduling.engine_table import EngineConfig
     from sluice_router.limits.limiter import Reservation
     from sluice_router.observability.metrics import Histogram
-    from sluice_router.scheduling.requests import NewRequest, ResponseStream
+    from sluice_router.scheduling.requests import ClaimTaker, NewRequest, ResponseStream
     from sluice_router.text.prompt_hashes import PrefixScheme, PromptHashes
 
 
@@ -61,6 +61,7 @@ class LiveRequest:
         moved_at_tokens: Output length at the last move.
         prompt_hashes: Hashes of its prompt, by the scheme of the engines, while it waits.
         route: Its parts, while the first one runs; empty: it is not split, or the next part runs.
+        is_adopted: Another router had it first.
     """
 
     request_id: RequestId
@@ -93,6 +94,7 @@ class LiveRequest:
     moved_at_tokens: int = 0
     prompt_hashes: dict[PrefixScheme, PromptHashes] = field(default_factory=dict)
     route: tuple[Leg, ...] = ()
+    is_adopted: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -171,6 +173,25 @@ class PendingResume:
     until_s: float
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class PendingClaim:
+    """A request that engines were asked for.
+
+    Args:
+        taker: Gets what was found.
+        awaited: Engines that have not answered.
+        until_s: When the wait ends.
+        answers: Of the engines that know it.
+        has_lost_engine: An engine's stream ended before its answer came.
+    """
+
+    taker: ClaimTaker
+    awaited: set[EngineId]
+    until_s: float
+    answers: list[tuple[ConnectedEngine, engine_pb2.ClaimAnswer]] = field(default_factory=list)
+    has_lost_engine: bool = False
+
+
 class MigrationPhase(IntEnum):
     """Phases of a migration."""
 
@@ -242,6 +263,7 @@ class ConnectedEngine:
         num_grants: Grant requests so far.
         grants: Migrations to this engine whose grant is asked for or not used yet, by grant id.
         pulls_parts: It offers KV of running requests, and pulls it in parts.
+        resume_s: How long it keeps requests that their clients may resume.
         num_offers: Offers of KV asked for so far.
         offers: Migrations from here whose offer is asked for, by offer id.
         pulled_offers: Source and offer of the parts that are pulled here, by grant id.
@@ -263,6 +285,7 @@ class ConnectedEngine:
     fingerprint: str
     spec: EngineConfig
     max_model_len_tokens: int
+    resume_s: float = 0.0
     last_heard_s: float
     progress_s: float
     status: control_pb2.EngineState.ValueType = control_pb2.ENGINE_STATE_READY

@@ -9,6 +9,7 @@ from sluice_core.records import RequestId
 from sluice_router.errors import EngineFaultError
 from sluice_router.scheduling import completion, dispatch, migration, prefixes
 from sluice_router.scheduling.entities import MigrationPhase, PendingResume
+from sluice_router.scheduling.resumption import claims
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,6 +44,7 @@ def lose_engine(state: RouterState, engine: ConnectedEngine, reason: str, now: f
     state.outbox.actions.closes.append((engine, reason))
     state.metrics.count("engine_losses", reason)
     state.status.mark_changed()
+    claims.forget_engine(state, engine)
     for move in list(engine.grants.values()):
         migration.drop_target(state, move, now)
     for submission in engine.slots:

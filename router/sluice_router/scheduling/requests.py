@@ -8,18 +8,21 @@ admitted ── waiting ── running ──► finished | failed | cancelled
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
+
+from sluice.v1 import engine_pb2, sampling_pb2
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from prometheus_client import CollectorRegistry
 
-    from sluice.v1 import engine_pb2, sampling_pb2
     from sluice_core.records import RequestId
     from sluice_router.errors import RouterError
+
+    ClaimTaker = Callable[["FoundRequest | RouterError"], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class NewRequest:
         owner: Whose API key it came with; empty where none is asked for.
         trace_headers: W3C trace context of the call (``traceparent``, ``tracestate``); None: it has none.
         cache_salt: It shares cached KV only with requests of the same salt; empty: with all that have none.
+        resume_key: By which any router finds it again; empty: its client cannot resume it.
+        resume_state: What a router needs to go on with the answer, as engines keep it.
     """
 
     request_id: RequestId
@@ -56,6 +61,46 @@ class NewRequest:
     owner: str = ""
     cache_salt: str = ""
     trace_headers: Mapping[str, str] | None = None
+    resume_key: bytes = b""
+    resume_state: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRequest:
+    """A request that a client wants to go on with.
+
+    Args:
+        submit: How it came to the engine that had it last.
+        output_token_ids: Its tokens so far, ``array("I")``.
+        elapsed_s: Seconds since then.
+        num_tokens_before: Output tokens that it came with.
+        engine: Where it runs, held for this router, as the data plane knows it; None: nowhere, or here.
+        ended: How its part on that engine ended; None: it has not.
+        live: The data plane's record of it, where this router has it already.
+        logprobs: Of its tokens, by their index, as far as engines still have them.
+    """
+
+    submit: engine_pb2.Submit
+    output_token_ids: array[int]
+    elapsed_s: float
+    num_tokens_before: int
+    engine: object | None = None
+    ended: engine_pb2.Finished | None = None
+    live: object | None = None
+    logprobs: Mapping[int, engine_pb2.TokenLogprobs] = field(default_factory=dict)
+
+
+def rewind(found: FoundRequest, num_tokens: int) -> FoundRequest:
+    """Lets a request go on at an earlier token, because the logprobs of those behind it are lost.
+
+    Args:
+        found: What was found.
+        num_tokens: Output tokens that its client has at least: nobody sees that the others are made once more.
+    """
+    tokens = found.output_token_ids[:num_tokens]
+    if found.live is not None:
+        return replace(found, output_token_ids=tokens)
+    return replace(found, output_token_ids=tokens, ended=engine_pb2.Finished(reason=sampling_pb2.FINISH_REASON_ABORTED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +221,43 @@ class DataPlane(Protocol):
         """
         ...
 
+    def claim(self, key: bytes, taker: ClaimTaker) -> None:
+        """Looks for a request that a client wants to go on with, here and at all engines.
+
+        Args:
+            key: Its resume key.
+            taker: Gets what was found, or the error that says why nothing was; never from within this call.
+
+        Raises:
+            QueueFullError: Too many claims wait for answers.
+            ShuttingDownError: This router accepts no more.
+        """
+        ...
+
+    def adopt(
+        self, found: FoundRequest, request: NewRequest, response_stream: ResponseStream, stop_at: int | None
+    ) -> None:
+        """Goes on with a request that was found, as ``admit`` begins one.
+
+        Args:
+            found: What ``claim`` found.
+            request: As it was admitted first.
+            response_stream: Has taken the tokens of ``found``.
+            stop_at: What its ``on_token`` returned with the last of them.
+
+        Raises:
+            ShuttingDownError: This router accepts no more.
+            NoEngineError: It has changed hands since it was found.
+        """
+        ...
+
+    def detach(self, request_id: RequestId) -> None:
+        """Lets a request go on whose client is gone and may come back; it ends when the client does not in time.
+
+        Its response stream is still called, and keeps nothing. An unknown id is no error.
+        """
+        ...
+
     def cancel(self, request_id: RequestId, reason: str = "client_gone") -> None:
         """Ends a request because its client is gone (``client_gone``) or reads too slowly (``slow_reader``).
 
@@ -195,6 +277,11 @@ class DataPlane(Protocol):
     @property
     def is_ready(self) -> bool:
         """True: plan in force, at least one engine connected, not shutting down (``/readyz``)."""
+        ...
+
+    @property
+    def is_holding(self) -> bool:
+        """True: there is to be no engine until a request comes, which is held until one serves."""
         ...
 
     @property

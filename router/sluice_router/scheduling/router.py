@@ -22,6 +22,7 @@ from sluice_router.scheduling import (
     token_delivery,
 )
 from sluice_router.scheduling.requests import ServedModel
+from sluice_router.scheduling.resumption import adoption, claims, detachment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from sluice_core.records import EngineId, RequestId
     from sluice_router.observability.metrics import EngineTraffic
     from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest
-    from sluice_router.scheduling.requests import NewRequest, ResponseStream
+    from sluice_router.scheduling.requests import ClaimTaker, FoundRequest, NewRequest, ResponseStream
     from sluice_router.scheduling.state import RouterState
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,28 @@ class Router:
             self.state.metrics.decision_s.observe(time.perf_counter() - started_s)
             self._act()
 
+    def claim(self, key: bytes, taker: ClaimTaker) -> None:
+        """See ``DataPlane.claim``."""
+        try:
+            claims.claim(self.state, key, taker, self.now())
+        finally:
+            self._act()
+
+    def adopt(
+        self, found: FoundRequest, request: NewRequest, response_stream: ResponseStream, stop_at: int | None
+    ) -> None:
+        """See ``DataPlane.adopt``."""
+        now = self.now()
+        try:
+            adoption.adopt(self.state, found, request, response_stream, now, stop_at=stop_at)
+            admission.assign(self.state, now)
+        finally:
+            self._act()
+
+    def detach(self, request_id: RequestId) -> None:
+        """See ``DataPlane.detach``."""
+        detachment.detach(self.state, request_id, self.now())
+
     def cancel(self, request_id: RequestId, reason: str = "client_gone") -> None:
         """See ``DataPlane.cancel``."""
         # A response stream may cancel from within a call of ours: the state is consistent again only after the event.
@@ -134,6 +157,11 @@ class Router:
     def is_ready(self) -> bool:
         """See ``DataPlane.is_ready``."""
         return not status.why_not_ready(self.state)
+
+    @property
+    def is_holding(self) -> bool:
+        """See ``DataPlane.is_holding``."""
+        return self.state.active.is_holding
 
     @property
     def not_ready_reason(self) -> str:
@@ -250,6 +278,8 @@ class Router:
             if engine.is_draining:
                 migration.drain(state, engine, now)
         failover.expire_resumes(state, now)
+        claims.expire(state, now)
+        detachment.expire(state, now)
         kept_prefills.expire(state, now)
         kept_prefills.place(state, now)
         plan.recheck_refused(state)
@@ -348,6 +378,8 @@ class Router:
             self._end(response_stream.on_finished, finish)
         for response_stream, error in actions.failures:
             self._end(response_stream.on_error, error)
+        for taker, result in actions.claim_results:
+            taker(result)
         for engine, reason in actions.closes:
             if self._engine_writer is not None:
                 self._engine_writer.close(engine, reason)

@@ -6,6 +6,7 @@ streams gather in the ``RouterOutbox``, and ``router.Router`` carries them out o
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from sluice_core.strategies.interface import RouterPolicy
     from sluice_router.errors import RouterError
     from sluice_router.observability.request_traces import RequestTraces
-    from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint, LiveRequest, Submission
-    from sluice_router.scheduling.requests import Finish, ResponseStream
+    from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint, LiveRequest, PendingClaim, Submission
+    from sluice_router.scheduling.requests import ClaimTaker, Finish, FoundRequest, NewRequest, ResponseStream
     from sluice_router.settings import Limits
     from sluice_router.text.prompt_hashes import PrefixScheme
 
@@ -47,6 +48,10 @@ class RequestQueues:
         kept: Those whose prefill has ended and whose KV waits for an engine that decodes, first come first.
         deadlines: Heap of (deadline, request).
         last_assign_s: When placement last ran for all waiting requests.
+        held_s: When requests were held last, because there was to be no engine until one came.
+        by_resume_key: Of the live ones, those that their clients can resume.
+        claims: What engines were asked for, by the key.
+        detached: Of the live ones, those whose clients are gone and may come back: until when, in this order.
     """
 
     live: dict[RequestId, LiveRequest] = field(default_factory=dict)
@@ -55,6 +60,15 @@ class RequestQueues:
     kept: dict[RequestId, LiveRequest] = field(default_factory=dict)
     deadlines: list[tuple[float, RequestId]] = field(default_factory=list)
     last_assign_s: float = float("-inf")
+    held_s: float = float("-inf")
+    by_resume_key: dict[bytes, LiveRequest] = field(default_factory=dict)
+    claims: dict[bytes, PendingClaim] = field(default_factory=dict)
+    detached: dict[RequestId, float] = field(default_factory=dict)
+
+    def note_deadline(self, new: NewRequest) -> None:
+        """Notes when a request's caller gives up, if ever."""
+        if new.deadline_s is not None:
+            heapq.heappush(self.deadlines, (new.deadline_s, new.request_id))
 
     def find(self, request_id: str) -> LiveRequest | None:
         """Finds a request by the router's id, or by the client's; for people, not for the token path."""
@@ -97,6 +111,12 @@ class ActivePlan:
     model: str = ""
     max_model_len_tokens: int = 0
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether there is to be no engine until a request comes, which is held until one serves."""
+        plan = self.plan
+        return plan is not None and plan.hold_s > 0.0 and all(part.is_draining for part in plan.engines.values())
+
 
 @dataclass(slots=True, kw_only=True)
 class RouterStatus:
@@ -106,7 +126,7 @@ class RouterStatus:
         is_accepting: False once the router shuts down.
         edge_fault: Why clients cannot be served, whatever the engines; empty: they can.
         version: Grows with every change worth reporting.
-        num_reported: Finished requests at the last report of progress.
+        num_reported: Requests that had arrived or finished at the last report of progress.
         reported_s: When that was.
     """
 
@@ -130,12 +150,14 @@ class RequestStatistics:
         samples: The last requests, for the planner.
         last_arrival_s: Latest arrival of a sampled request.
         num_failed: Requests that failed; rejected, cancelled and wrong ones are not among them.
+        num_arrived: Requests that asked for an engine, those that found the queue full included.
     """
 
     samples: deque[control_pb2.RequestSample]
     attainment: AttainmentCounters = field(default_factory=AttainmentCounters)
     last_arrival_s: float | None = None
     num_failed: int = 0
+    num_arrived: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,6 +170,7 @@ class Actions:
         failures: Bad ends.
         messages: Messages to engines.
         closes: Streams to close, with the reason.
+        claim_results: What claims found.
     """
 
     flushes: dict[RequestId, LiveRequest] = field(default_factory=dict)
@@ -155,6 +178,7 @@ class Actions:
     failures: list[tuple[ResponseStream, RouterError]] = field(default_factory=list)
     messages: list[tuple[ConnectedEngine, engine_pb2.AttachRequest]] = field(default_factory=list)
     closes: list[tuple[ConnectedEngine, str]] = field(default_factory=list)
+    claim_results: list[tuple[ClaimTaker, FoundRequest | RouterError]] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -264,12 +288,22 @@ class RouterState:
 # code and fails when another module changes a field, or when a module listed here does not.
 OWNERS: dict[str, tuple[str, str]] = {
     # RequestQueues: a request enters at admission, waits while no engine owns it, and leaves once.
-    "live": ("admission completion", "a request enters with its admission and leaves with its end"),
+    "live": ("admission completion resumption/adoption", "a request enters with its admission and leaves with its end"),
     "waiting": ("admission completion dispatch failover", "who gives a request an owner takes it out of the queue"),
     "awaiting_resume": ("completion dispatch failover", "resumed, recovered elsewhere, or ended meanwhile"),
     "kept": ("migration", ""),
-    "deadlines": ("admission", ""),
+    "deadlines": ("admission state", "state adds, admission takes those that have passed"),
+    "new": ("resumption/adoption", "a caller that comes back has another deadline"),
+    "by_resume_key": ("admission completion resumption/adoption", "as live"),
+    "claims": ("resumption/claims", ""),
+    "detached": (
+        "completion resumption/adoption resumption/detachment",
+        "until the client is back, or the request ends",
+    ),
+    "claim_results": ("resumption/claims", ""),
+    "response_stream": ("resumption/adoption", "a client that resumes has another connection"),
     "last_assign_s": ("admission", ""),
+    "held_s": ("admission", ""),
     # EnginePool
     "connected": ("engine_registry failover", "a stream begins in the registry and is lost in failover"),
     "endpoints": ("engine_registry", ""),
@@ -295,17 +329,21 @@ OWNERS: dict[str, tuple[str, str]] = {
     "samples": ("completion", ""),
     "attainment": ("completion", ""),
     "last_arrival_s": ("completion", ""),
+    "num_arrived": ("admission", ""),
     # RouterOutbox and Actions
     "actions": ("state", ""),
     "pending": ("state", ""),
-    "flushes": ("completion token_delivery", "tokens ask for a flush; an end carries what is left itself"),
+    "flushes": (
+        "completion resumption/adoption token_delivery",
+        "tokens ask for a flush; an end carries what is left itself",
+    ),
     "finishes": ("completion", ""),
-    "failures": ("completion", ""),
+    "failures": ("completion resumption/adoption", "the stream that a client left ends while its request goes on"),
     "messages": ("state", ""),
     "closes": ("failover", ""),
     # LiveRequest: who owns it
     "submission": (
-        "completion dispatch failover migration token_delivery",
+        "completion dispatch failover migration resumption/adoption token_delivery",
         "dispatch sets it; the others clear it when a request ends, its engine fails, hands off or finishes",
     ),
     "fence": ("dispatch", ""),
@@ -321,7 +359,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "excluded": ("admission token_delivery", "an engine that returns a request is avoided until it is placed"),
     "prompt_hashes": ("admission prefixes", "made when a request is placed, and not kept after that"),
     # LiveRequest: its tokens
-    "output_token_ids": ("token_delivery", ""),
+    "output_token_ids": ("resumption/adoption token_delivery", "tokens whose logprobs are lost are made once more"),
     "first_token_s": ("token_delivery", ""),
     "last_token_s": ("token_delivery", ""),
     "cached_tokens": ("token_delivery", ""),
@@ -336,17 +374,17 @@ OWNERS: dict[str, tuple[str, str]] = {
     "num_hand_offs": ("migration", ""),
     "reset_at_tokens": ("migration", ""),
     "moved_at_tokens": ("migration", ""),
-    "num_recoveries": ("failover migration", "a hand-off whose target is lost is a recovery too"),
+    "num_recoveries": ("failover migration resumption/adoption", "a hand-off whose target is lost is a recovery too"),
     "num_deaths": ("failover", ""),
     "died_on": ("failover", ""),
     # Submission and Migration
     "request": (
-        "dispatch failover migration token_delivery",
+        "dispatch failover migration resumption/adoption token_delivery",
         "cleared when the engine stops to own the request: aborted, lost, handed off, finished",
     ),
     "has_token": ("token_delivery", ""),
     "is_aborted": ("dispatch", ""),
-    "is_pinned": ("dispatch migration", "a hand-off pins the KV; its release frees it"),
+    "is_pinned": ("dispatch migration resumption/adoption", "a hand-off pins the KV; its release frees it"),
     "not_before_s": ("migration", ""),
     "phase": ("migration", ""),
     "submitted_s": ("migration", ""),

@@ -34,16 +34,17 @@ def why_not_ready(state: RouterState) -> str:
         return state.status.edge_fault
     if state.active.plan is None:
         return "no plan yet"
-    if len(state.engines.table) == 0:
+    if len(state.engines.table) == 0 and not state.active.is_holding:
         return "no engine has acknowledged the plan yet"
     return ""
 
 
 def note_progress(status: RouterStatus, statistics: RequestStatistics, now: float) -> None:
-    """Makes finished requests news for those who poll, once a second."""
+    """Makes arrived and finished requests news for those who poll, once a second."""
     num_ended = sum(counters.num_finished for counters in statistics.attainment.totals.values())
-    if num_ended != status.num_reported and now - status.reported_s >= PROGRESS_INTERVAL_S:
-        status.num_reported, status.reported_s = num_ended, now
+    number = num_ended + statistics.num_arrived
+    if number != status.num_reported and now - status.reported_s >= PROGRESS_INTERVAL_S:
+        status.num_reported, status.reported_s = number, now
         status.mark_changed()
 
 
@@ -79,6 +80,7 @@ def describe(state: RouterState, now: float) -> control_pb2.GetStatusResponse:
         num_waiting=len(state.requests.waiting),
         is_ready=not why_not_ready(state),
         num_failed=state.statistics.num_failed,
+        num_arrived=state.statistics.num_arrived,
     )
 
 
@@ -169,6 +171,9 @@ class RouterCollector(Collector):
         # The names that dashboards of vLLM know.
         yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait for an engine.", value=waiting)
         yield GaugeMetricFamily("vllm:num_requests_running", "Requests on engines.", value=running)
+        holding = GaugeMetricFamily("sluice_holding", "1 while there is to be no engine until a request comes.")
+        holding.add_metric((), float(state.active.is_holding))
+        yield holding
         generation = plan.generation if plan is not None else 0
         yield GaugeMetricFamily("sluice_plan_generation", "Generation of the plan in force.", value=generation)
         in_flight = sum(engine.migrations_out for engine in state.engines.connected.values())

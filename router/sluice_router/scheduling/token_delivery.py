@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, sampling_pb2
 from sluice_core.records import EngineId
-from sluice_router.errors import EngineFaultError, EngineProtocolError, InvalidRequestError
+from sluice_router.errors import EngineFaultError, EngineProtocolError, InvalidRequestError, TakenOverError
 from sluice_router.scheduling import completion, dispatch, failover, migration, plan, prefixes, wire_conversion
 from sluice_router.scheduling.entities import MigrationPhase
+from sluice_router.scheduling.resumption import adoption, claims
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
@@ -46,7 +47,7 @@ def handle_message(state: RouterState, engine: ConnectedEngine, message: engine_
         _handle_tokens(state, engine, message, now)
     for finished in message.finished:
         _handle_finished(state, engine, finished, now)
-    _handle_migration_answers(state, engine, message, now)
+    _handle_answers(state, engine, message, now)
     if message.HasField("configured"):
         plan.handle_configured(state, engine, message.configured)
     if message.HasField("load"):
@@ -62,10 +63,12 @@ def handle_message(state: RouterState, engine: ConnectedEngine, message: engine_
         state.status.mark_changed()
 
 
-def _handle_migration_answers(
+def _handle_answers(
     state: RouterState, engine: ConnectedEngine, message: engine_pb2.AttachResponse, now: float
 ) -> None:
-    """Takes what an engine answers to grant requests and hand-offs."""
+    """Takes what an engine answers to claims, grant requests and hand-offs."""
+    for answer in message.claim_answers:
+        claims.take_answer(state, engine, answer)
     for grant in message.grants:
         migration.handle_grant(state, engine, grant, now)
     for offer in message.kv_offers:
@@ -183,7 +186,8 @@ def _handle_finished(state: RouterState, engine: ConnectedEngine, finished: engi
     if submission.request is not None:
         submission.request.cached_tokens = max(submission.request.cached_tokens, finished.num_cached_tokens)
     if finished.reason == sampling_pb2.FINISH_REASON_HANDED_OFF:
-        migration.handle_handed_off(state, submission, finished, now)
+        if not adoption.take_stray_hand_off(state, submission, now):
+            migration.handle_handed_off(state, submission, finished, now)
         return
     request = submission.request
     if request is not None and finished.reason in _ENDS and finished.num_output_tokens > len(request.output_token_ids):
@@ -199,6 +203,13 @@ def _handle_finished(state: RouterState, engine: ConnectedEngine, finished: engi
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         completion.finish(state, request, finished.reason, now, stop_token_id=stop_token_id)
         return
+    _handle_bad_end(state, engine, request, finished, now)
+
+
+def _handle_bad_end(
+    state: RouterState, engine: ConnectedEngine, request: LiveRequest, finished: engine_pb2.Finished, now: float
+) -> None:
+    """A submission ended before its request did."""
     state.engines.table.cancel_placement(engine.engine_id, request.request_id, now)
     if request.migration is not None:
         migration.abandon(state, request.migration, "target_failed", now)
@@ -207,6 +218,8 @@ def _handle_finished(state: RouterState, engine: ConnectedEngine, finished: engi
     elif finished.reason == sampling_pb2.FINISH_REASON_ERROR:
         message = f"engine {engine.engine_id} cannot run the request: {finished.error or 'no reason given'}"
         completion.fail(state, request, EngineFaultError(message), now)
+    elif finished.reason == sampling_pb2.FINISH_REASON_CLAIMED:
+        completion.fail(state, request, TakenOverError("the client goes on with the answer at another router"), now)
     elif finished.reason == sampling_pb2.FINISH_REASON_RETURNED:
         state.decision_log.record(now, request.request_id, "returned", engine.engine_id)
         request.excluded |= {engine.engine_id}

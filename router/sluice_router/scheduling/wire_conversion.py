@@ -122,6 +122,7 @@ def plan_from(plan: plan_pb2.Plan) -> Plan:
         num_routers=max(1, plan.num_routers),
         owner_limits={item.owner: _limits_from(item) for item in plan.owner_limits},
         served_models={item.model_id: item.served_name for item in plan.served_models},
+        hold_s=float(plan.hold_seconds),
     )
 
 
@@ -193,12 +194,25 @@ def add_submit(
         cache_salt=new.cache_salt,
         split_output_tokens=request.split_output_tokens,
     )
+    if new.resume_key:
+        _add_resumption(submit, request)
     submit.prompt_token_ids.extend(new.prompt_token_ids)
     submit.output_token_ids.extend(request.output_token_ids)
     if kv is not None:
         submit.kv.CopyFrom(kv)
     if first_token_s is not None:
         submit.since_first_token_s = now - first_token_s
+
+
+def _add_resumption(submit: engine_pb2.Submit, request: LiveRequest) -> None:
+    """Writes what another router needs to go on with a request."""
+    submit.resume_key, submit.resume_state = request.new.resume_key, request.new.resume_state
+    history = engine_pb2.RequestHistory(
+        num_hand_offs=request.num_hand_offs,
+        num_recoveries=request.num_recoveries,
+        num_cached_tokens=request.cached_tokens,
+    )
+    submit.history.CopyFrom(history)
 
 
 def is_random(sampling: sampling_pb2.SamplingParams) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 ANY = "*"
 METHODS = "GET, HEAD, POST"
 # Headers of answers that pages may read, besides those that every page may.
-EXPOSED = "x-request-id, x-sluice-reason, x-sluice-ignored, Retry-After"
+EXPOSED = "x-request-id, x-sluice-reason, x-sluice-ignored, x-sluice-resume, Retry-After"
 # How long a browser need not ask again, in seconds; the most that one of them honours.
 MAX_AGE_S = 7200
 

@@ -14,7 +14,7 @@ from sluice_core.latency import LatencyModel
 from sluice_core.records import MoveProposal
 from sluice_core.scheduling.batching import BatchLimits, ChunkedPrefillPolicy, EngineBatch, PhaseReport
 from sluice_core.scheduling.decode_flow import propose_all
-from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 
 _LEAST_PHASE_S: Final = 1e-9  # of a phase that begins at this moment: 0 says that there is none
 

@@ -13,7 +13,7 @@ from sluice_core.latency import LatencyModel
 from sluice_core.records import FlowParameters, IterationShape, MoveCause, MoveProposal
 from sluice_core.scheduling.batching import BatchLimits, ChunkedPrefillPolicy, EngineBatch
 from sluice_core.scheduling.decode_flow import propose_all
-from sluice_core.scheduling.decode_order import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.splitting.profile_table import ProfileTable
 
 

@@ -5,25 +5,23 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
+from sluice_core.records import EngineId, EngineLoad, IterationShape, Role
 from sluice_core.scheduling.batching import EnginePolicy, RequestKind
-from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.engine.gap_histogram import GapHistogram
+from sluice_core.sim.engine.moving_requests import MovingRequests
 from sluice_core.sim.engine.preemption import (
-    leave_decodes,
     make_room_for_chunks,
     make_room_for_decodes,
     make_room_in_step,
 )
-from sluice_core.sim.engine.scheduler_state import SchedulerState
 from sluice_core.sim.engine.suspended_batch import IterationRest
 from sluice_core.sim.requests import RequestState, SimRequest
 
 _NEVER_S: Final = math.inf  # looking it up in the module costs as much as a tenth of an iteration
 
 
-class SimEngine(SchedulerState):
+class SimEngine(MovingRequests):
     """An engine; mutable, changed by its own methods only.
 
     An iteration is ``start`` (fixes the batch and returns its time), then ``end`` when that time has passed. It costs
@@ -39,7 +37,6 @@ class SimEngine(SchedulerState):
         hash_block_tokens: See ``SimOptions``.
 
     Attributes:
-        num_incoming: Requests whose KV is on its way here, or waits to join.
         finished: Requests that ended in the last iteration.
         hands_off_prefills: Prefills that yield the first token are handed off to nobody yet; set it with a plan.
         prefilled: Those of the last iteration, until somebody takes them from here.
@@ -50,7 +47,6 @@ class SimEngine(SchedulerState):
     """
 
     __slots__ = (
-        "_arrived",
         "_gaps",
         "_joins_end_ttft",
         "_load",
@@ -66,7 +62,6 @@ class SimEngine(SchedulerState):
         "interrupts_at_s",
         "is_dead",
         "is_draining",
-        "num_incoming",
         "num_operators",
         "parted",
         "prefilled",
@@ -89,7 +84,6 @@ class SimEngine(SchedulerState):
         self.role: Role = setup.role
         self.is_draining = False
         self.is_dead = False
-        self.num_incoming = 0
         self.duration_s = 0.0
         self.ends_at_s = 0.0
         self.finished: list[SimRequest] = []
@@ -105,7 +99,6 @@ class SimEngine(SchedulerState):
         self._switching: list[SimRequest] = []  # have a first token, and wait for the phase of decodes
         self._gaps = gaps
         self._joins_end_ttft = joins_end_ttft
-        self._arrived: list[SimRequest] = []
         self._num_submitted = 0
         self._load = EngineLoad(kv_blocks_total=setup.kv_blocks_total, pull_bytes_per_s=setup.link.speed.bytes_per_s)
 
@@ -133,120 +126,6 @@ class SimEngine(SchedulerState):
         if chunk_size_tokens:
             self.prefills.batch.last_chunk_size_tokens = chunk_size_tokens
 
-    def reserve(self, num_blocks: int) -> None:
-        """Grant blocks and a seat to a transfer to here."""
-        self.num_incoming += 1
-        self.reserve_more(num_blocks)
-
-    def reserve_more(self, num_blocks: int) -> None:
-        """Grant more blocks to a transfer that has some."""
-        assert num_blocks <= self.free_blocks
-        self.granted_blocks += num_blocks
-        if self.prefills.freed is not None:
-            self.prefills.freed.take(num_blocks)
-        self.note_change()
-
-    def cancel_grant(self, num_blocks: int) -> None:
-        """Take the blocks and the seat of a transfer back."""
-        self.ungrant(num_blocks)
-        self.num_incoming -= 1
-        self.note_change()
-
-    def begin_pull(self, request: SimRequest) -> int:
-        """Take the granted blocks, or refer to those that still are here of the request's tokens.
-
-        Returns:
-            Tokens that need not be moved.
-        """
-        cache = self.cache
-        if cache is None:
-            return 0
-        index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
-        found = cache.find_cached_blocks(index, prompt_tokens, hashes, request.num_kv_tokens)
-        self.granted_blocks -= len(found)
-        self.used_blocks += cache.count_free(found)
-        request.table = cache.open_table(index, prompt_tokens, hashes, found)
-        cache.reserve(request.table, request.num_blocks)
-        self.note_change()
-        return len(found) * self.setup.block_size_tokens
-
-    def receive(self, request: SimRequest) -> None:
-        """Take a request over whose KV has arrived; it joins at the next iteration boundary."""
-        num_moved = self._count_moved(request)
-        self.granted_blocks -= num_moved
-        self.used_blocks += num_moved
-        self.cache_filled_blocks(request)
-        self._arrived.append(request)
-        self.note_change()
-
-    def take_part(self, request: SimRequest) -> None:
-        """Go on with a prompt whose beginning has arrived, in the blocks that were kept for all of it."""
-        self.granted_blocks -= request.part_blocks
-        self.used_blocks += request.part_blocks
-        self.num_incoming -= 1
-        request.num_blocks = request.part_blocks
-        request.state = RequestState.QUEUED
-        request.target = self.engine_id
-        self.prefills.add_part(request)
-        request.split_token = request.part_tokens = request.part_blocks = request.sent_tokens = 0
-        self.note_change()
-
-    def recompute_arrival(self, request: SimRequest) -> None:
-        """Take a request over whose KV will not arrive: it is recomputed here."""
-        num_moved = self._count_moved(request)
-        self.ungrant(num_moved)
-        if self.cache is not None and request.table is not None:
-            self.used_blocks += num_moved - self.cache.release(request.table)
-            request.table = None
-        self.num_incoming -= 1
-        request.num_blocks = 0
-        request.state = RequestState.QUEUED
-        request.is_moved_in = True
-        self.enqueue(request, RequestKind.RECOMPUTE)
-
-    def hand_off(self, request_id: RequestId, now: float) -> SimRequest:
-        """End a decode's part here and pin its KV until ``release``."""
-        request = self.batch[request_id]
-        leave_decodes(self, request, now)
-        request.split_token = 0
-        self.pinned_blocks += request.num_blocks
-        self.cache_filled_blocks(request)
-        request.source_table, request.table = request.table, None
-        self.note_change()
-        return request
-
-    def count_blocks(self, request: SimRequest) -> int:
-        """Count the blocks that a decode holds."""
-        return -(-(self.count_tokens(request) - 1) // self.setup.block_size_tokens)
-
-    def count_tokens(self, request: SimRequest) -> int:
-        """Count the tokens of a decode, prompt and output."""
-        return request.prompt_tokens + self.batch.iteration - request.start_iteration
-
-    def count_running(self) -> int:
-        """Count the requests that hold a seat: all decodes, and the prefills that have started."""
-        return len(self.batch.list_requests()) + len(self.prefills.list_started())
-
-    def resume(self, request: SimRequest) -> None:
-        """Take a request back that was handed off and has not left; it joins at the next iteration boundary."""
-        self.pinned_blocks -= request.num_blocks
-        request.table, request.source_table = request.source_table, None
-        self.num_incoming += 1
-        self._arrived.append(request)
-        self.note_change()
-
-    def release(self, num_blocks: int, num_kv_tokens: int, table: BlockTable | None) -> None:
-        """Free the KV of a request that was handed off.
-
-        Args:
-            num_blocks: Blocks that it held.
-            num_kv_tokens: Tokens in them.
-            table: What they are, with prefix reuse.
-        """
-        self.pinned_blocks -= num_blocks
-        self.free_kv(num_blocks, num_kv_tokens, table)
-        self.note_change()
-
     def clear(self, now: float) -> list[SimRequest]:
         """Die: returns every request that ran or waited here; the iteration under way yields nothing."""
         self.is_dead = True
@@ -258,7 +137,7 @@ class SimEngine(SchedulerState):
         if self.is_running:
             self.counters.num_lost_prefill_tokens -= self.prefills.num_tokens
         last_token_s = self.ends_at_s - self.duration_s if self.is_running else now
-        lost = waiting + computing + self._arrived
+        lost = waiting + computing + self.arrived
         for request in list(self.batch.list_requests()):
             self.batch.leave(request, last_token_s)
             lost.append(request)
@@ -272,7 +151,7 @@ class SimEngine(SchedulerState):
         Returns:
             Its time in seconds; negative when there is nothing to do.
         """
-        if self._arrived:
+        if self.arrived:
             self._take_in(now)
         batch, prefills = self.batch, self.prefills
         if self.policy.separates_phases:
@@ -468,7 +347,7 @@ class SimEngine(SchedulerState):
         """Assert that nothing is left: no block, no queue, and sums that have not drifted."""
         self.prefills.check_idle()
         self.batch.check_idle()
-        assert not self._arrived, self.engine_id
+        assert not self.arrived, self.engine_id
         assert self.num_incoming == 0, self.engine_id
         assert self.used_blocks == self.pinned_blocks == self.granted_blocks == 0, self.engine_id
         if self.cache is not None:
@@ -555,7 +434,7 @@ class SimEngine(SchedulerState):
 
     def _take_in(self, now: float) -> None:
         """Let requests whose KV has arrived join the decodes."""
-        arrived, self._arrived = self._arrived, []
+        arrived, self.arrived = self.arrived, []
         for request in arrived:
             self.num_incoming -= 1
             if self._joins_end_ttft and request.generated_tokens == 1:
@@ -573,7 +452,3 @@ class SimEngine(SchedulerState):
         self.cache_filled_blocks(request)
         self.free_kv(request.num_blocks, request.num_kv_tokens, request.table)
         self.finished.append(request)
-
-    def _count_moved(self, request: SimRequest) -> int:
-        """Count the blocks of a request on its way here that were not here already."""
-        return request.num_blocks - (0 if request.table is None else request.table.num_found)

@@ -60,7 +60,7 @@ class CutPrompts:
             for request in still:
                 computed = request.num_computed_tokens
                 if request not in parted and computed > request.sent_tokens:
-                    cluster.links.send_ahead(cluster.now, engine.setup, computed - request.sent_tokens)
+                    cluster.links.send(cluster.now, engine.setup, computed - request.sent_tokens, is_ahead=True)
                     request.sent_tokens = computed
         for request in parted:
             request.source = engine.engine_id

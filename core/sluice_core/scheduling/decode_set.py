@@ -195,7 +195,7 @@ class DecodeSet:
         if request_id in self._members or output_tokens < 1:
             raise self._refuse(request_id, output_tokens)
         self._num_joined += 1
-        decode = Decode(
+        decode = self._members[request_id] = Decode(
             request_id=request_id,
             number=self._num_joined,
             prompt_tokens=prompt_tokens,
@@ -207,7 +207,6 @@ class DecodeSet:
             is_moved_in=is_moved_in,
             split_tokens=split_tokens,
         )
-        self._members[request_id] = decode
         self._saved_of_new.add(tpot_slo_s, decode.start_iteration, first_token_s)
         self.least_tpot_slo_s = min(self.least_tpot_slo_s, tpot_slo_s)
         if split_tokens:

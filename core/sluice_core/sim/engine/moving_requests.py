@@ -1,0 +1,160 @@
+"""What an engine does with requests that come with their KV, and with those that leave: reserve, pull, pin, release."""
+
+from __future__ import annotations
+
+from sluice_core.records import EngineId, RequestId
+from sluice_core.scheduling.batching import EnginePolicy, RequestKind
+from sluice_core.sim.block_table import BlockTable
+from sluice_core.sim.cell import EngineSetup
+from sluice_core.sim.engine.preemption import leave_decodes
+from sluice_core.sim.engine.scheduler_state import SchedulerState
+from sluice_core.sim.requests import RequestState, SimRequest
+
+
+class MovingRequests(SchedulerState):
+    """The part of ``SimEngine`` that moves requests; mutable.
+
+    Args:
+        setup: What the engine is.
+        policy: See ``SchedulerState``.
+        changed: See ``SchedulerState``.
+        schedules_ahead: See ``SchedulerState``.
+        hash_block_tokens: See ``SimOptions``.
+
+    Attributes:
+        num_incoming: Requests whose KV is on its way here, or waits to join.
+        arrived: Requests that join at the next iteration boundary.
+    """
+
+    __slots__ = ("arrived", "num_incoming")
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        policy: EnginePolicy,
+        changed: list[EngineId],
+        *,
+        schedules_ahead: bool,
+        hash_block_tokens: int | None,
+    ) -> None:
+        super().__init__(setup, policy, changed, schedules_ahead=schedules_ahead, hash_block_tokens=hash_block_tokens)
+        self.num_incoming = 0
+        self.arrived: list[SimRequest] = []
+
+    def reserve(self, num_blocks: int) -> None:
+        """Grant blocks and a seat to a transfer to here."""
+        self.num_incoming += 1
+        self.reserve_more(num_blocks)
+
+    def reserve_more(self, num_blocks: int) -> None:
+        """Grant more blocks to a transfer that has some."""
+        assert num_blocks <= self.free_blocks
+        self.granted_blocks += num_blocks
+        if self.prefills.freed is not None:
+            self.prefills.freed.take(num_blocks)
+        self.note_change()
+
+    def cancel_grant(self, num_blocks: int) -> None:
+        """Take the blocks and the seat of a transfer back."""
+        self.ungrant(num_blocks)
+        self.num_incoming -= 1
+        self.note_change()
+
+    def begin_pull(self, request: SimRequest) -> int:
+        """Take the granted blocks, or refer to those that still are here of the request's tokens.
+
+        Returns:
+            Tokens that need not be moved.
+        """
+        cache = self.cache
+        if cache is None:
+            return 0
+        index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
+        found = cache.find_cached_blocks(index, prompt_tokens, hashes, request.num_kv_tokens)
+        self.granted_blocks -= len(found)
+        self.used_blocks += cache.count_free(found)
+        request.table = cache.open_table(index, prompt_tokens, hashes, found)
+        cache.reserve(request.table, request.num_blocks)
+        self.note_change()
+        return len(found) * self.setup.block_size_tokens
+
+    def receive(self, request: SimRequest) -> None:
+        """Take a request over whose KV has arrived; it joins at the next iteration boundary."""
+        num_moved = self._count_moved(request)
+        self.granted_blocks -= num_moved
+        self.used_blocks += num_moved
+        self.cache_filled_blocks(request)
+        self.arrived.append(request)
+        self.note_change()
+
+    def take_part(self, request: SimRequest) -> None:
+        """Go on with a prompt whose beginning has arrived, in the blocks that were kept for all of it."""
+        self.granted_blocks -= request.part_blocks
+        self.used_blocks += request.part_blocks
+        self.num_incoming -= 1
+        request.num_blocks = request.part_blocks
+        request.state = RequestState.QUEUED
+        request.target = self.engine_id
+        self.prefills.add_part(request)
+        request.split_token = request.part_tokens = request.part_blocks = request.sent_tokens = 0
+        self.note_change()
+
+    def recompute_arrival(self, request: SimRequest) -> None:
+        """Take a request over whose KV will not arrive: it is recomputed here."""
+        num_moved = self._count_moved(request)
+        self.ungrant(num_moved)
+        if self.cache is not None and request.table is not None:
+            self.used_blocks += num_moved - self.cache.release(request.table)
+            request.table = None
+        self.num_incoming -= 1
+        request.num_blocks = 0
+        request.state = RequestState.QUEUED
+        request.is_moved_in = True
+        self.enqueue(request, RequestKind.RECOMPUTE)
+
+    def hand_off(self, request_id: RequestId, now: float) -> SimRequest:
+        """End a decode's part here and pin its KV until ``release``."""
+        request = self.batch[request_id]
+        leave_decodes(self, request, now)
+        request.split_token = 0
+        self.pinned_blocks += request.num_blocks
+        self.cache_filled_blocks(request)
+        request.source_table, request.table = request.table, None
+        self.note_change()
+        return request
+
+    def count_blocks(self, request: SimRequest) -> int:
+        """Count the blocks that a decode holds."""
+        return -(-(self.count_tokens(request) - 1) // self.setup.block_size_tokens)
+
+    def count_tokens(self, request: SimRequest) -> int:
+        """Count the tokens of a decode, prompt and output."""
+        return request.prompt_tokens + self.batch.iteration - request.start_iteration
+
+    def count_running(self) -> int:
+        """Count the requests that hold a seat: all decodes, and the prefills that have started."""
+        return len(self.batch.list_requests()) + len(self.prefills.list_started())
+
+    def resume(self, request: SimRequest) -> None:
+        """Take a request back that was handed off and has not left; it joins at the next iteration boundary."""
+        self.pinned_blocks -= request.num_blocks
+        request.table, request.source_table = request.source_table, None
+        self.num_incoming += 1
+        self.arrived.append(request)
+        self.note_change()
+
+    def release(self, num_blocks: int, num_kv_tokens: int, table: BlockTable | None) -> None:
+        """Free the KV of a request that was handed off.
+
+        Args:
+            num_blocks: Blocks that it held.
+            num_kv_tokens: Tokens in them.
+            table: What they are, with prefix reuse.
+        """
+        self.pinned_blocks -= num_blocks
+        self.free_kv(num_blocks, num_kv_tokens, table)
+        self.note_change()
+
+    def _count_moved(self, request: SimRequest) -> int:
+        """Count the blocks of a request on its way here that were not here already."""
+        return request.num_blocks - (0 if request.table is None else request.table.num_found)

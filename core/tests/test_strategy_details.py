@@ -1,0 +1,307 @@
+"""Edges of what strategies are made of, each with the number that it turns on."""
+
+import math
+import random
+
+import pytest
+from placement_harness import make_request
+
+from sluice_core.latency.iteration_profile import IterationProfile
+from sluice_core.records import EngineId, EngineLoad, FlowParameters, IterationShape, RequestId, Role, Slo
+from sluice_core.scheduling.baselines import PLACEMENTS
+from sluice_core.scheduling.batching import EngineBatch
+from sluice_core.scheduling.decode_set import DecodeSet
+from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
+from sluice_core.scheduling.holding import MAX_ASSIGNED_AT_ONCE, compute_urgency, select_urgent
+from sluice_core.scheduling.iteration_limit import fit_prefill_room
+from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
+from sluice_core.scheduling.splitting.output_lengths import KnownLengths, NoisyLengths, RunningQuantile
+from sluice_core.scheduling.splitting.profile_table import ProfileTable
+from sluice_core.strategies import STRATEGIES, get_strategy
+from sluice_core.strategies.parameters import WATERMARK
+
+LINE = IterationProfile(linear_s=(0.01,), slope_s=1e-4, prefill_work_s=1e-8, decode_context_s=1e-7)
+CONFIG = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=2048)
+
+
+def make_table(loads, profiles=None, chunk=2048):
+    profiles = profiles or [LINE] * len(loads)
+    by_id = {EngineId(f"e{number}"): profile for number, profile in enumerate(profiles)}
+    table = EngineTable(by_id.__getitem__)
+    for engine_id, load in zip(by_id, loads, strict=True):
+        load.kv_blocks_total = 1000
+        table.add(engine_id, CONFIG, role=Role.PREFILL_HEAVY, chunk_size_tokens=chunk)
+        table.report(engine_id, load, 10.0)
+    return table
+
+
+# --- what waits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_recoveries", "num_others"), [(0, 900), (900, 0), (900, 900), (10, 900), (200, 200)])
+def test_a_pass_has_room_for_others_beside_recoveries(num_recoveries, num_others):
+    waiting = [(number, number < num_recoveries) for number in range(num_recoveries + num_others)]
+    random.Random(1).shuffle(waiting)
+
+    def urgency_of(item):
+        return compute_urgency(is_recovery=item[1], next_token_due_s=item[0], priority=0, arrival_s=item[0])
+
+    selected = select_urgent(waiting, urgency_of)
+    if len(waiting) <= MAX_ASSIGNED_AT_ONCE:
+        assert selected == waiting
+        return
+    recoveries = sorted(number for number, is_recovery in selected if is_recovery)
+    others = sorted(number for number, is_recovery in selected if not is_recovery)
+    assert recoveries == list(range(min(num_recoveries, MAX_ASSIGNED_AT_ONCE // 2)))
+    room = MAX_ASSIGNED_AT_ONCE - len(recoveries)
+    assert others == list(range(num_recoveries, num_recoveries + min(room, num_others)))
+
+
+# --- baselines -----------------------------------------------------------------------------------------------------
+
+
+def place(name, table, number, **fields):
+    policy = PLACEMENTS[name](FlowParameters(), random.Random(0))
+    decisions = policy.assign(10.0, [make_request(each, tokens=16, **fields) for each in range(number)], table)
+    return [getattr(decision, "engine_id", None) for decision in decisions]
+
+
+def test_round_robin_goes_by_number_whatever_the_order_of_the_table():
+    table = make_table([EngineLoad() for _ in range(4)])
+    assert place("round_robin", table, 5) == ["e0", "e1", "e2", "e3", "e0"]
+    assert place("round_robin", table, 4, excluded=frozenset({EngineId("e1")})) == ["e0", "e2", "e3", "e0"]
+
+
+def test_an_engine_whose_iterations_hold_one_token_takes_prompts():
+    assert place("round_robin", make_table([EngineLoad()], chunk=1), 1) == ["e0"]
+    assert place("round_robin", make_table([EngineLoad()], chunk=0), 1) == [None]
+
+
+def test_least_work_is_of_tokens_then_of_the_share_of_kv():
+    loads = [EngineLoad(queued_prefill_tokens=9), EngineLoad(kv_blocks_used=500), EngineLoad(kv_blocks_used=400)]
+    assert place("least_work", make_table(loads), 1) == ["e2"]
+    assert place("least_work", make_table([EngineLoad(), EngineLoad()]), 1) == ["e0"]
+    assert place("least_work", make_table(loads), 2) == ["e2", "e1"]
+
+
+# --- room within a time --------------------------------------------------------------------------------------------
+
+
+def test_attention_takes_room_in_the_time_of_tokens():
+    """0.1 ms per token and 10 ns per pair beside 3 decodes of 1,000 tokens: a pair takes 1e-4 of a token's room."""
+    room = fit_prefill_room(LINE, 0.05, 2048, 3, 3000)
+    assert room.tokens == pytest.approx((0.05 - 0.0103 - 0.0003) / 1e-4, abs=8)
+    assert room.per_work == pytest.approx(1e-4, rel=0.01)
+    steps = IterationProfile(
+        linear_s=(0.0, *(0.01 + 1e-4 * 8 * row for row in range(300))), prefill_work_s=1e-8, decode_context_s=1e-6
+    )
+    found = fit_prefill_room(steps, 0.1, 2048, 40, 2000)
+    used_s = steps.estimate_shape_s(
+        IterationShape(prefill_tokens=found.tokens, num_chunks=1, num_decodes=40, decode_context_tokens=2000)
+    ) - steps.estimate_shape_s(IterationShape(num_chunks=1, num_decodes=40, decode_context_tokens=2000))
+    assert found.per_work == pytest.approx(1e-8 * found.tokens / used_s)
+
+
+def test_a_predictor_takes_its_first_coefficients_whatever_they_are():
+    """A prefill of 1,024 tokens that takes just a second is no reason to keep none."""
+    profile = IterationProfile(linear_s=(0.0,), slope_s=1.0 / 1024)
+    predictor = PrefillPredictor(profile)
+    assert predictor.renew(1024, 0)
+    assert predictor.predict_s(1024, 0.0) == pytest.approx(1.0)
+    assert not predictor.renew(1024, 0)
+
+
+# --- Sluice --------------------------------------------------------------------------------------------------------
+
+
+def compute_urgency_s(router, tokens, *, now=10.0, arrival_s=9.0, ttft_slo_s=2.0):
+    return router.compute_urgency(
+        now,
+        is_recovery=False,
+        next_token_due_s=0.0,
+        priority=0,
+        arrival_s=arrival_s,
+        ttft_slo_s=ttft_slo_s,
+        prompt_tokens=tokens,
+    )[-1]
+
+
+def test_a_prompt_is_late_by_the_fastest_engine_with_the_square_of_its_length():
+    """1 s is left. 2,000 tokens take 0.1 ms each and 5 ns per squared token on the fastest: 0.22 s; 12,000: 1.92 s."""
+    router = get_strategy("sluice").make_router(FlowParameters(late_ttft_factor=3.0), random.Random(1))
+    # Before the first pass nothing is known of the engines: nobody is late who has time left.
+    assert compute_urgency_s(router, 12_000) == pytest.approx(11.0)
+    slow = IterationProfile(linear_s=(0.02,), slope_s=3e-4, prefill_work_s=3e-8)
+    fast = IterationProfile(linear_s=(0.0,), slope_s=1e-4, prefill_work_s=1e-8)
+    table = make_table([EngineLoad(), EngineLoad()], [slow, fast])
+    router.assign(10.0, [make_request(number, arrival_s=9.0) for number in range(2)], table)
+    for tokens, is_late in ((2000, False), (7000, False), (7400, True), (12_000, True)):
+        assert compute_urgency_s(router, tokens) == pytest.approx(15.0 if is_late else 11.0)
+    # Late only if it has not been before: 0.1 ms per token alone would leave time for 7,400 tokens.
+    assert 7400 * 1e-4 < 1.0 < 7400 * 1e-4 + 0.5e-8 * 7400**2
+
+
+def test_slack_is_over_the_iterations_that_are_under_way():
+    decodes = DecodeSet(block_size_tokens=16, max_num_seqs=64)
+    decodes.join(
+        RequestId("d"),
+        prompt_tokens=10,
+        output_tokens=10,
+        output_tokens_since_reset=10,
+        first_token_s=9.0,
+        tpot_slo_s=0.11,
+        is_moved_in=False,
+    )
+    policy = get_strategy("sluice").make_engine(FlowParameters(tpot_share=1.0))
+    policy.bind(decodes, LINE)
+
+    def limit(**changes):
+        batch = EngineBatch(
+            chunk_size_tokens=2048,
+            last_chunk_size_tokens=2048,
+            max_batch_tokens=2048,
+            block_size_tokens=16,
+            num_new_prompts=1,
+            num_decodes=1,
+            last_prefill_s=10.0,
+            **changes,
+        )
+        return policy.limits(10.0, batch).prefill_room_tokens
+
+    # 10 gaps of 110 ms since 9.0 are over at 10.1, 11 at 10.21, 12 at 10.32; one under way takes its time off.
+    assert limit() == pytest.approx((0.1 - 0.0101) / 1e-4, rel=0.02)
+    assert limit(num_under_way=1, under_way_s=0.03) == pytest.approx((0.21 - 0.03 - 0.0101) / 1e-4, rel=0.02)
+    assert limit(num_under_way=2, under_way_s=0.06) == pytest.approx(min(2047, (0.32 - 0.06 - 0.0101) / 1e-4), rel=0.02)
+
+
+# --- EcoServe ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("saved_s", "phase_s", "ttft_s", "is_placed"),
+    [
+        (math.inf, 0.0, 0.2, True),
+        (0.06, 0.0, 0.2, True),
+        (0.04, 0.0, 0.2, False),
+        (math.inf, 0.14, 0.2, True),
+        (math.inf, 0.16, 0.2, False),
+    ],
+)
+def test_a_prompt_runs_where_saved_tpot_and_the_phase_leave_it_time(saved_s, phase_s, ttft_s, is_placed):
+    """300 tokens take 40.45 ms."""
+    table = make_table([EngineLoad(saved_tpot_s=saved_s, prefill_phase_s=phase_s)])
+    router = get_strategy("ecoserve").make_router(FlowParameters(), random.Random(1))
+    request = make_request(0, tokens=300, arrival_s=10.0, ttft_s=ttft_s)
+    (decision,) = router.assign(10.0, [request], table)
+    assert hasattr(decision, "engine_id") is is_placed
+    assert is_placed or decision.reason == "saved_tpot"
+
+
+def test_a_prompt_waits_until_the_best_engine_would_be_late():
+    """The best of both in each of what a prefill costs: 1e-4 s per token, 1e-8 s per pair, 10 ms an iteration."""
+    attention = IterationProfile(linear_s=(0.02,), slope_s=1e-4, prefill_work_s=4e-8)
+    tokens_cost = IterationProfile(linear_s=(0.01,), slope_s=4e-4, prefill_work_s=1e-8)
+    router = get_strategy("ecoserve").make_router(FlowParameters(), random.Random(1))
+    least_s = 1000 * 1e-4 + 1e-8 * 500_000 + 0.01
+    for left_s, reason in ((least_s + 0.002, "saved_tpot"), (least_s - 0.002, "least_late")):
+        table = make_table([EngineLoad(saved_tpot_s=0.0), EngineLoad(saved_tpot_s=0.0)], [attention, tokens_cost])
+        request = make_request(0, tokens=1000, arrival_s=10.0 + left_s - 2.0, ttft_s=2.0)
+        (decision,) = router.assign(10.0, [request], table)
+        assert decision.reason == reason
+
+
+# --- DynaServe -----------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_table_takes_no_iteration_that_took_no_time():
+    table = ProfileTable(IterationProfile(linear_s=(0.0,)))
+    table.record(IterationShape(prefill_tokens=8, num_chunks=1), 0.1)
+    assert len(table) == 0
+    table = ProfileTable(LINE)
+    table.record(IterationShape(prefill_tokens=8, num_chunks=1), 0.0)
+    assert len(table) == 0
+    table.record(IterationShape(prefill_tokens=8, num_chunks=1), 0.02)
+    assert len(table) == 1
+
+
+def test_lengths_are_learned_known_and_wrong_by_a_deviation():
+    learned = RunningQuantile(quantile=0.5, window=3)
+    noisy = NoisyLengths(learned, 0.0, random.Random(1))
+    for tokens in (10, 20, 30):
+        noisy.observe(tokens)
+    assert noisy.predict(make_request()) == learned.predict(make_request()) == 20
+    noisy.observe(90)
+    noisy.observe(100)
+    assert learned.predict(make_request()) == 90
+    assert learned.predict(make_request(max_output_tokens=50)) == 50
+    known = KnownLengths({make_request().request_id: 77})
+    known.observe(5)
+    assert known.predict(make_request()) == 77
+    drawn = [NoisyLengths(known, 10.0, random.Random(seed)).predict(make_request()) for seed in range(400)]
+    assert sum(drawn) / 400 == pytest.approx(77, abs=2)
+    assert (sum((each - 77) ** 2 for each in drawn) / 400) ** 0.5 == pytest.approx(10, abs=1.5)
+    assert min(NoisyLengths(known, 500.0, random.Random(seed)).predict(make_request()) for seed in range(50)) == 1
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["", "-1", "1.0", "x", "49", "100", "٩٠", "²"])
+def test_a_number_is_of_plain_digits_within_its_bounds(value):
+    with pytest.raises(ValueError, match=r"parameters\.watermark_percent is"):
+        WATERMARK.check(value)
+
+
+def test_bounds_themselves_are_allowed():
+    for value in ("50", "99", "090"):
+        WATERMARK.check(value)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_defaults_are_written_as_they_are_read_and_unknown_ones_are_named(name):
+    row = STRATEGIES[name]
+    values = row.format_parameters(row.read_parameters({}))
+    assert values == {each.name: each.default for each in row.parameters}
+    assert row.read_parameters(values) == row.read_parameters({})
+    with pytest.raises(ValueError, match=rf"parameters\.what is unknown to strategy '{name}'; known are"):
+        row.read_parameters({"what": "1"})
+    assert get_strategy(row.title) is get_strategy(name) is row
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        ("taichi", (1024, 256)),
+        ("flowprefill", (1024, 256)),
+        ("aggregated", (1024, 1024)),
+        ("disaggregated", (4096, 0)),
+        ("sluice", (4096, 4096)),
+        ("dynaserve", (4096, 4096)),
+        ("ecoserve", (4096, 4096)),
+    ],
+)
+def test_chunk_sizes_of_a_spec_mean_what_the_strategy_makes_of_them(name, chunks):
+    assert STRATEGIES[name].sliders.resolve(1024, 256, 4096) == chunks
+    assert STRATEGIES[name].sliders.has_roles is (name in {"taichi", "disaggregated", "flowprefill"})
+
+
+def test_an_engine_that_lacks_something_says_what_and_what_it_offers():
+    row = next(each for each in STRATEGIES.values() if each.needs)
+    with pytest.raises(ValueError, match="this engine offers none of these"):
+        row.check_capabilities(frozenset())
+    row.check_capabilities(row.needs)
+
+
+def test_objectives_of_nobody_bound_nothing():
+    """Requests without a TPOT objective leave iterations as long as they are."""
+    table = make_table([EngineLoad()])
+    router = get_strategy("sluice").make_router(FlowParameters(), random.Random(1))
+    router.assign(10.0, [make_request(0)], table)
+    assert 0 < table[EngineId("e0")].room_tokens < 2048
+    request = make_request(1)
+    free = type(request)(
+        request_id=request.request_id, arrival_s=0.0, prompt_tokens=9, slo=Slo(ttft_s=math.inf, tpot_s=math.inf)
+    )
+    fresh = make_table([EngineLoad()])
+    router.assign(10.0, [free], fresh)
+    assert fresh[EngineId("e0")].room_tokens == 2048

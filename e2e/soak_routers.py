@@ -1,0 +1,175 @@
+"""Kills routers at random under streams that resume, and compares every answer with stock vLLM's.
+
+    python e2e/soak_routers.py --kills 900
+
+Half of the clients use HTTP (``examples/resumable_client.py``), half gRPC. Meanwhile requests are moved between
+engines at random, and every second kill follows such a move at once: between grant and hand-off. A killed router
+is started again by ``sluice up``; the next kill does not wait for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import httpx
+import yaml
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "e2e")]
+
+import resuming_streams  # noqa: E402 - found by the path above
+import workload  # noqa: E402
+from cluster import Cluster, run_cluster  # noqa: E402
+from examples import tiny_model  # noqa: E402
+from examples.resumable_client import StreamError  # noqa: E402
+
+from sluice.v1 import control_pb2, control_pb2_grpc  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PORTS = "29500-29799"
+SERVICE_PORT = 29500
+
+
+class Soak:
+    """Streams, moves and kills.
+
+    Args:
+        cluster: With several routers.
+        known: Requests with the answers of stock vLLM.
+        rng: Of what is random.
+    """
+
+    def __init__(
+        self, cluster: Cluster, known: list[tuple[workload.Request, workload.Answer]], rng: random.Random
+    ) -> None:
+        self.cluster = cluster
+        self.rng = rng
+        self.known: Iterator[tuple[workload.Request, workload.Answer]] = itertools.cycle(known)
+        self.counts: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self.is_over = False
+        self._streams: dict[str, resuming_streams.ResumingStream] = {}
+
+    def _ports(self, port: str) -> list[str]:
+        return [f"127.0.0.1:{record['ports'][port]}" for record in self.cluster.processes("router").values()]
+
+    async def run_clients(self, num_streams: int) -> None:
+        """Streams one request after the other on each of several clients, until it is over."""
+        limits = httpx.Limits(max_connections=None)
+        async with (
+            httpx.AsyncClient(trust_env=False, timeout=60, limits=limits) as client,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for number in range(num_streams):
+                tasks.create_task(self._run_client(client, is_http=bool(number % 2)))
+
+    async def _run_client(self, client: httpx.AsyncClient, *, is_http: bool) -> None:
+        while not self.is_over:
+            request, answer = next(self.known)
+            stream = resuming_streams.ResumingStream(request)
+            self._streams[request.name] = stream
+            step = self.rng.choice((1, -1))
+            try:
+                if is_http:
+                    urls = [f"http://{address}" for address in self._ports("http")]
+                    await stream.run_http(client, urls[::step])
+                else:
+                    await stream.run_grpc(lambda step=step: self._ports("grpc")[::step])
+                stream.check(answer)
+                self.counts["exact"] += 1
+            except (AssertionError, StreamError, grpc.aio.AioRpcError) as error:
+                self.counts["wrong"] += 1
+                self.failures.append(f"{request.name}: {type(error).__name__}: {str(error)[:300]}")
+            self.counts["resumed streams"] += stream.num_resumed > 0
+            self.counts["resumptions"] += stream.num_resumed
+            self._streams.pop(request.name, None)
+
+    async def move_one(self, router: str) -> None:
+        """Asks a router to move one of its requests."""
+        names = [name for name, stream in self._streams.items() if len(stream.token_ids) > 1]
+        if not names:
+            return
+        engine = self.rng.choice(sorted(self.cluster.processes("engine")))
+        with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
+            async with grpc.aio.insecure_channel(self.cluster.address(router, "control")) as channel:
+                stub = control_pb2_grpc.ControlStub(channel)
+                for name in self.rng.sample(names, min(4, len(names))):
+                    asked = control_pb2.MoveRequest(request_id=name, engine_id=engine)
+                    self.counts["moves begun"] += (await stub.Move(asked, timeout=1)).is_started
+
+    async def kill(self, num_kills: int, pause_s: float) -> None:
+        """Kills routers that serve, one after the other, with random pauses."""
+        killed: dict[str, int] = {}
+        while self.counts["kills"] < num_kills:
+            await asyncio.sleep(self.rng.uniform(0.0, 2 * pause_s))
+            records = self.cluster.processes("router")
+            alive = [name for name, record in records.items() if record["pid"] and record["pid"] != killed.get(name)]
+            if not alive:
+                continue
+            name = self.rng.choice(sorted(alive))
+            pid = int(records[name]["pid"])
+            if self.counts["kills"] % 2:
+                await self.move_one(name)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed[name] = pid
+                self.counts["kills"] += 1
+            if self.counts["kills"] % 20 == 0:
+                print(f"{time.strftime('%H:%M:%S')} {dict(self.counts)}", flush=True)
+
+    async def run(self, *, num_kills: int, num_streams: int, pause_s: float) -> None:
+        """Runs all of it."""
+        clients = asyncio.create_task(self.run_clients(num_streams))
+        await self.kill(num_kills, pause_s)
+        self.is_over = True
+        await clients
+
+
+def main() -> None:
+    """Runs the soak; ends with status 1 if an answer was wrong or lost."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=900)
+    parser.add_argument("--streams", type=int, default=100)
+    parser.add_argument("--pause-s", type=float, default=2.0, help="mean pause between two kills")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    models = ROOT / ".sluice" / "volumes" / "models"
+    tiny_model.make_tiny_model(models / "tiny")
+    requests = workload.make_requests(220, tokens_per_hop=96)
+    answers = workload.answers(models / "tiny", requests, ROOT / ".sluice" / "e2e")
+    manifest: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "tiny-cpu.yaml").read_text())
+    manifest["spec"]["router"]["service"]["port"] = SERVICE_PORT
+    manifest["spec"]["router"]["replicas"] = 2
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        run_cluster(Path(folder) / "cluster", manifest, models=models, ports=PORTS) as cluster,
+    ):
+        cluster.wait_ready()
+        soak = Soak(cluster, list(zip(requests, answers, strict=True)), random.Random(given.seed))
+        started_s = time.monotonic()
+        asyncio.run(soak.run(num_kills=given.kills, num_streams=given.streams, pause_s=given.pause_s))
+        cluster.wait_ready()
+        cluster.wait_idle(timeout_s=90)
+        print(json.dumps({**soak.counts, "seconds": round(time.monotonic() - started_s)}, indent=1))
+    print("\n".join(soak.failures[:20]))
+    sys.exit(bool(soak.failures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Two engines under one strategy, with objectives that nothing misses, and load alone to show what it does."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from cluster import Client, Cluster, Result, run_cluster
+from test_exactness import check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from workload import Answer, Request
+
+
+@contextmanager
+def run_strategy(
+    directory: Path,
+    example: dict[str, Any],
+    strategy: str,
+    *,
+    models: Path,
+    ports: str,
+    http_port: int,
+    num_blocks: int | None = None,
+) -> Iterator[Cluster]:
+    """Run the example with two engines, one of them P-heavy; ``num_blocks`` of 32 tokens limit the KV of each."""
+    manifest = copy.deepcopy(example)
+    manifest["metadata"]["name"] = strategy.lower()
+    spec = manifest["spec"]
+    spec.update(replicas=2, prefillHeavy=1, strategy=strategy)
+    spec["slo"] = {"ttftMilliseconds": 600_000, "tpotMilliseconds": 60_000}
+    if num_blocks is not None:
+        spec["engine"].update(maxModelLen=4096, extraArgs=[f"--num-gpu-blocks-override={num_blocks + 1}"])
+    spec["router"].update(replicas=1, service={"port": http_port})
+    with run_cluster(directory, manifest, models=models, ports=ports) as cluster:
+        cluster.wait_ready()
+        yield cluster
+
+
+async def ask_all(cluster: Cluster, asked: Sequence[tuple[Request, Answer]], num_streams: int) -> list[Result]:
+    """Ask, so many at a time, and check that every token is stock vLLM's."""
+    open_ = asyncio.Semaphore(num_streams)
+
+    async def ask(client: Client, request: Request) -> Result:
+        async with open_:
+            return await client.generate(request)
+
+    async with cluster.client() as client:
+        results = await asyncio.gather(*(ask(client, request) for request, _ in asked))
+    for result, (_, answer) in zip(results, asked, strict=True):
+        check(result, answer)
+    return results

@@ -1,0 +1,1 @@
+"""Requests that clients may go on with at another router."""

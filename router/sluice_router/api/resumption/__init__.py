@@ -1,0 +1,1 @@
+"""Streams that their clients may go on with after the connection, or its router, was lost."""
