@@ -45,7 +45,7 @@ def fit_prefill_room(
         least_prefill_s: Time that prefills have beside decodes in any case, whatever the limit.
     """
     least_s = _estimate_s(latency, 0, num_decodes, decode_context_tokens)
-    if num_decodes:
+    if num_decodes and least_prefill_s > 0.0:
         limit_s = max(limit_s, least_s + least_prefill_s)
     most_s = _estimate_s(latency, most_tokens, num_decodes, decode_context_tokens)
     low, low_s, high = 0, least_s, most_tokens
