@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import trustme
+from certificate_files import make_files, mount_secret
 
 from sluice.v1 import control_pb2, plan_pb2
-from sluice_cli.local_cluster.managed_processes import ManagedEngine, has_connected, is_drained, is_serving
+from sluice_cli.local_cluster.cluster_directory import ProcessRecord
+from sluice_cli.local_cluster.managed_processes import (
+    ManagedEngine,
+    has_connected,
+    is_drained,
+    is_serving,
+    list_processes,
+    make_control_tls,
+)
 from sluice_core.records import EngineId
-from sluice_operator.resources.commands import EngineSite
+from sluice_operator.resources.commands import EngineSite, RouterSite
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ENGINE, OTHER = EngineId("engine-0"), EngineId("engine-1")
 READY, DRAINING, DRAINED, LOST, CONNECTING = (
@@ -98,3 +111,50 @@ def test_an_engine_is_drained_when_every_router_has_the_plan_and_no_work_there(
     statuses: list[control_pb2.GetStatusResponse], *, verdict: bool
 ) -> None:
     assert is_drained(ENGINE, plan_pb2.Plan(generation=5), statuses) == verdict
+
+
+def test_without_a_plan_nothing_has_work() -> None:
+    assert is_drained(ENGINE, None, [make_status((ENGINE, 4, READY))])
+
+
+def make_router(**security: str | None) -> Any:
+    site = RouterSite(
+        host="127.0.0.1",
+        http_port=1,
+        grpc_port=2,
+        control_port=3,
+        metrics_port=4,
+        engines="file:x",
+        plan_file="y",
+        model_directory="m",
+    )
+    launch = SimpleNamespace(log="router-0.log")
+    process = SimpleNamespace(pid=None, num_starts=2, launch=launch, refusal="")
+    found = SimpleNamespace(**{"front_tls": None, "api_keys": None, "peer_tls": None, "router_name": None, **security})
+    return SimpleNamespace(site=site, process=process, security=found)
+
+
+def test_a_routers_record_says_how_to_reach_it() -> None:
+    routers = {
+        "router-0": make_router(),
+        "router-1": make_router(front_tls="/front", api_keys="/keys", peer_tls="/peers", router_name="control"),
+    }
+    plain, secured = list_processes(routers, {})
+    ports = {"http": 1, "grpc": 2, "control": 3, "metrics": 4}
+    common = {"kind": "router", "pid": None, "num_starts": 2, "ports": ports, "log": "router-0.log"}
+    assert plain == ProcessRecord(name="router-0", **common)
+    assert secured == ProcessRecord(
+        name="router-1", front_tls="/front", needs_key=True, peer_tls="/peers", peer_name="control", **common
+    )
+
+
+def test_a_control_port_is_encrypted_where_peers_are(tmp_path: Path) -> None:
+    assert make_control_tls(make_router().security) is None
+    assert make_control_tls(make_router(peer_tls=str(tmp_path)).security) is None
+    assert make_control_tls(make_router(router_name="control").security) is None
+    mount_secret(tmp_path / "peers", make_files(trustme.CA(), "control"))
+    found = make_control_tls(make_router(peer_tls=str(tmp_path / "peers"), router_name="control").security)
+    assert found is not None
+    assert (found.server_name, found.certificates.folder) == ("control", tmp_path / "peers")
+    # Both sides show who they are.
+    assert found.certificates.current.authorities

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import urllib.error
 import urllib.request
 from types import SimpleNamespace
@@ -20,7 +21,8 @@ def server():
     counters = ServerCounters(num_tokens=7, iteration_s=0.5)
     counters.finished[sampling_pb2.FINISH_REASON_HANDED_OFF] = 3
     load = core_messages.SchedulerLoad(kv_blocks_total=40, num_moved_in=2)
-    return SimpleNamespace(counters=counters, load=load, num_requests=4, num_routers=1, is_draining=True)
+    numbers = {"num_requests": 4, "num_routers": 1, "num_held": 2, "num_kept_ends": 3}
+    return SimpleNamespace(counters=counters, load=load, is_draining=True, **numbers)
 
 
 @pytest.fixture
@@ -56,6 +58,8 @@ def test_metrics_are_what_the_server_has_now(address, server):
         "sluice_engine_moved_in_total 2.0",
         'sluice_engine_finished_total{reason="handed_off"} 3.0',
         "sluice_engine_requests 4.0",
+        "sluice_engine_held_requests 2.0",
+        "sluice_engine_kept_ends 3.0",
         "sluice_engine_draining 1.0",
     ):
         assert line in lines
@@ -71,8 +75,15 @@ def test_every_number_of_the_load_and_the_counters_has_a_metric():
 def test_readiness_follows_the_engine_and_liveness_does_not(address):
     assert get(f"{address.url}/readyz") == (200, "ready\n")
     address.state.is_ready = False
-    assert get(f"{address.url}/readyz")[0] == 503
+    assert get(f"{address.url}/readyz") == (503, "not ready\n")
     assert get(f"{address.url}/livez") == (200, "ok\n")
+
+
+def test_probes_write_no_lines_and_hold_no_process(address, capfd):
+    get(f"{address.url}/readyz")
+    assert capfd.readouterr() == ("", "")
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "metrics"]
+    assert thread.daemon
 
 
 def test_an_unknown_path_lists_the_known_ones(address):

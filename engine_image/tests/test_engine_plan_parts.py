@@ -111,3 +111,12 @@ async def test_a_fault_is_the_last_message(engine):
     assert [message.fault for message in router.receive()] == ["EngineCore died"]
     router.session.send(wire.AttachResponse())
     assert router.receive() == []
+
+
+async def test_a_strategy_that_needs_more_than_this_engine_can_do_is_refused_by_name(engine, monkeypatch):
+    monkeypatch.setattr(core_messages, "CAPABILITIES", frozenset())
+    router = engine.attached()
+    await router.send(configure=configure(7, strategy="ecoserve"))
+    (message,) = [message for message in router.receive() if message.HasField("configured")]
+    assert "ecoserve" in message.configured.error.lower()
+    assert engine.core.commands == []

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
 
 import pytest
-from tuner_harness import APPLY, BOUNDS, FOUND, make_answer, make_question, make_samples, make_spec
+from tuner_harness import APPLY, BOUNDS, make_answer, make_question, make_samples, make_spec
 
 from sluice.v1 import control_pb2
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
-from sluice_core.planning.search import SearchEffort
-from sluice_core.planning.trials import TrialResult
 from sluice_core.records import EarlyRejection, FlowParameters, IterationShape, Role
 from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS
-from sluice_core.slo import ROUTER_WAIT_LIMIT_S, SloCounts
-from sluice_operator.api.condition_types import Reason
-from sluice_operator.api.manifest import check_manifest
-from sluice_operator.api.sliders import Sliders, resolve_sliders
+from sluice_core.slo import ROUTER_WAIT_LIMIT_S
+from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune import search as searching
 from sluice_operator.autotune.engine_facts import (
     CHANGED_RATIO,
@@ -40,8 +34,6 @@ from sluice_operator.autotune.search import (
     make_space,
 )
 from sluice_operator.autotune.search_messages import SearchResult, make_constraints
-from sluice_operator.autotune.search_process import SearchError
-from sluice_operator.autotune.tuner import CHECK_INTERVAL_S, Tuner, TunerInputs, apply_sliders
 from sluice_operator.autotune.workload import (
     MAX_REQUESTS,
     MIN_REQUESTS,
@@ -52,10 +44,6 @@ from sluice_operator.autotune.workload import (
     WorkloadSample,
     read_workload,
 )
-
-if TYPE_CHECKING:
-    from sluice_core.planning.trials import SearchTrial
-    from sluice_operator.autotune.search_messages import SearchRequest
 
 READY, STARTING, DRAINING = (
     control_pb2.ENGINE_STATE_READY,
@@ -198,6 +186,26 @@ def test_measured_engines_are_averaged_by_what_they_have_seen_up_to_a_limit() ->
     )
     assert isinstance(facts, MeasuredEngineFacts)
     assert facts.coefficients == pytest.approx([1e-4 * number * 7 / 3 for number in range(1, 7)])
+
+
+def test_engines_that_take_just_the_ratio_longer_are_the_same() -> None:
+    two, three = (
+        MeasuredEngineFacts(
+            coefficients=(base_s, 0.0, 0.0, 0.0, 0.0, 0.0),
+            kv_blocks_total=10,
+            block_size_tokens=16,
+            kv_bytes_per_token=1024,
+            max_num_seqs=8,
+        )
+        for base_s in (2.0, 3.0)
+    )
+    assert CHANGED_RATIO == 1.5
+    assert not three.differs(two)
+
+
+def test_any_goodput_over_none_is_a_gain() -> None:
+    assert searching.compute_least_gain((0.5, 0.5), (0.0, 0.25)) == 1.0
+    assert searching.compute_least_gain((0.0, 0.5), (0.0, 0.25)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -412,281 +420,3 @@ def test_a_result_reads_what_was_written_and_nothing_else() -> None:
     for text in ("[]", "{}", '{"sliders": {}}', "3", answer.to_json().replace("goodput_rps", "goodput", 1)):
         with pytest.raises(ValueError, match="search result"):
             SearchResult.from_json(text)
-
-
-# --- the tuner -----------------------------------------------------------------------------------------------------
-
-
-class Tuned:
-    """A tuner with a clock, and searches that end when told."""
-
-    def __init__(self) -> None:
-        self.now = 50.0
-        self.questions: list[object] = []
-        self.num_enqueued = self.num_cancelled = 0
-        self.answers: asyncio.Queue[object] = asyncio.Queue()
-        self.samples = make_samples(2000)
-        self.spec = {"autotune": APPLY, "chunkSizes": {"prefillHeavy": 512, "decodeHeavy": 64}}
-        self.counts = SloCounts()
-        self.tuner = Tuner(self.search, enqueue=self.enqueue, now=lambda: self.now)
-
-    def enqueue(self) -> None:
-        self.num_enqueued += 1
-
-    async def search(self, request: object) -> SearchResult:
-        self.questions.append(request)
-        try:
-            answer = await self.answers.get()
-        except asyncio.CancelledError:
-            self.num_cancelled += 1
-            raise
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def read_inputs(self) -> TunerInputs:
-        emulation = {"emulation": {"gpu": "a100-80g", "model": "qwen2.5-14b"}}
-        body = {
-            "apiVersion": "sluice.dev/v1alpha1",
-            "kind": "ServingCluster",
-            "metadata": {"name": "m"},
-            "spec": {
-                "replicas": 4,
-                "slo": {"ttftMilliseconds": 4000, "tpotMilliseconds": 70},
-                "model": {"name": "m", "source": {"persistentVolumeClaim": {"claimName": "models"}}},
-                "engine": emulation,
-                **self.spec,
-            },
-        }
-        return TunerInputs(
-            cluster=check_manifest(body),
-            statuses=[make_status(samples=self.samples)],
-            counts=self.counts,
-            is_settled=True,
-        )
-
-    def update(self) -> Sliders:
-        return resolve_sliders(self.tuner.update(self.read_inputs()).spec)
-
-    async def settle(self) -> None:
-        for _ in range(5):
-            await asyncio.sleep(0)
-
-
-async def test_a_search_runs_once_and_its_result_wakes_a_reconcile() -> None:
-    tuned = Tuned()
-    assert tuned.tuner.describe_status() is None
-    assert tuned.tuner.stored is None
-    assert tuned.update() == Sliders(num_prefill_heavy=2, prefill_heavy_tokens=512, decode_heavy_tokens=64)
-    tuned.update()
-    await tuned.settle()
-    tuned.update()
-    assert (len(tuned.questions), tuned.num_enqueued, tuned.tuner.result) == (1, 0, None)
-    await tuned.answers.put(make_answer())
-    await tuned.settle()
-    assert (tuned.num_enqueued, tuned.tuner.result) == (1, make_answer())
-    tuned.counts = SloCounts(num_finished=100, num_met_both=100)
-    assert tuned.update() == FOUND
-    stored = tuned.tuner.stored
-    assert stored is not None
-    assert (stored.sliders, stored.replicas, stored.trial.former, stored.trial.before) == (FOUND, 4, None, tuned.counts)
-    assert tuned.tuner.describe_status().reason is Reason.ON_TRIAL
-    assert tuned.num_cancelled == 0
-
-
-@pytest.mark.parametrize(
-    ("failure", "message"),
-    [(SearchError("bounds are too wide"), "bounds are too wide"), (OSError("disk"), "the search failed: disk")],
-)
-async def test_a_search_that_fails_is_told_and_wakes_a_reconcile(failure, message) -> None:
-    tuned = Tuned()
-    tuned.update()
-    await tuned.answers.put(failure)
-    await tuned.settle()
-    status = tuned.tuner.describe_status()
-    assert status is not None
-    assert (status.reason, status.message, tuned.num_enqueued) == (Reason.SEARCH_FAILED, message, 1)
-
-
-async def test_an_edit_ends_the_search_under_way_and_off_ends_all() -> None:
-    tuned = Tuned()
-    tuned.update()
-    await tuned.settle()
-    tuned.spec = {**tuned.spec, "slo": {"ttftMilliseconds": 9, "tpotMilliseconds": 9}}
-    tuned.update()
-    await tuned.settle()
-    assert (tuned.num_cancelled, len(tuned.questions)) == (1, 2)
-    tuned.spec = {**tuned.spec, "autotune": {"mode": "Off"}}
-    tuned.update()
-    await tuned.settle()
-    assert (tuned.num_cancelled, tuned.num_enqueued) == (2, 0)
-    assert tuned.tuner.describe_status().reason is Reason.OFF
-
-
-async def test_stop_ends_the_search() -> None:
-    tuned = Tuned()
-    tuned.update()
-    await tuned.settle()
-    tuned.tuner.stop()
-    await tuned.settle()
-    assert (tuned.num_cancelled, tuned.num_enqueued) == (1, 0)
-    tuned.tuner.stop()
-
-
-async def test_an_update_is_needed_when_it_would_decide_or_say_something_else() -> None:
-    tuned = Tuned()
-    assert not tuned.tuner.needs_update(tuned.read_inputs)  # nothing has been decided yet
-    tuned.samples = []
-    tuned.update()
-    assert not tuned.tuner.needs_update(tuned.read_inputs)
-    tuned.samples = make_samples(2000)
-    assert not tuned.tuner.needs_update(tuned.read_inputs)  # it was asked just now
-    tuned.now += CHECK_INTERVAL_S
-    assert not tuned.tuner.needs_update(lambda: None)
-    assert not tuned.tuner.needs_update(tuned.read_inputs)
-    tuned.now += CHECK_INTERVAL_S
-    assert tuned.tuner.needs_update(tuned.read_inputs)
-    tuned.update()
-    tuned.now += CHECK_INTERVAL_S
-    assert not tuned.tuner.needs_update(tuned.read_inputs)
-    await tuned.answers.put(make_answer())
-    await tuned.settle()
-    tuned.update()
-    assert tuned.tuner.describe_status().reason is Reason.MEASURING
-    tuned.counts = SloCounts(num_finished=100, num_met_both=100)
-    tuned.now += CHECK_INTERVAL_S
-    assert tuned.tuner.needs_update(tuned.read_inputs)
-    tuned.spec = {**tuned.spec, "autotune": {"mode": "Off"}}
-    tuned.update()
-    tuned.now += CHECK_INTERVAL_S
-    assert not tuned.tuner.needs_update(tuned.read_inputs)
-
-
-@pytest.mark.parametrize(
-    ("spec", "samples", "reason", "part"),
-    [
-        ({"autotune": {"mode": "Off"}}, 100, Reason.OFF, "off"),
-        ({"autotune": {**APPLY, "bounds": {}}}, 100, Reason.NOTHING_TO_TUNE, "no slider a choice"),
-        ({}, MIN_REQUESTS - 1, Reason.NO_SAMPLE, "fewer than 30 requests"),
-        ({"engine": {}}, 100, Reason.NO_LATENCY_MODEL, "fewer than 200 iterations"),
-        ({}, 100, Reason.SEARCHING, "search"),
-    ],
-)
-async def test_the_condition_says_what_is_missing(spec, samples, reason, part) -> None:
-    tuned = Tuned()
-    tuned.spec = {**tuned.spec, **spec}
-    tuned.samples = make_samples(2000, samples)
-    tuned.update()
-    status = tuned.tuner.describe_status()
-    assert status is not None
-    assert status.reason is reason
-    assert part in status.message
-    tuned.tuner.stop()
-
-
-def test_sliders_take_the_place_of_the_specs_and_nothing_else_changes() -> None:
-    cluster = Tuned().read_inputs().cluster
-    assert apply_sliders(cluster, None) is cluster
-    tuned = apply_sliders(cluster, FOUND)
-    assert resolve_sliders(tuned.spec) == FOUND
-    back = {"prefill_heavy": cluster.spec.prefill_heavy, "chunk_sizes": cluster.spec.chunk_sizes}
-    assert tuned.spec.model_copy(update=back) == cluster.spec
-    assert tuned.model_copy(update={"spec": cluster.spec}) == cluster
-
-
-# --- the search, its runs stood in for by a formula ----------------------------------------------------------------
-
-
-class Formula:
-    """Attainment is ``target`` at a candidate's goodput, which its share of P-heavy engines and its seed decide."""
-
-    best_rps = 4.0
-    trials: list[SearchTrial]
-
-    def __init__(self, problem: object) -> None:
-        del problem
-
-    @classmethod
-    def find_goodput_rps(cls, trial: SearchTrial) -> float:
-        candidate = trial.candidate
-        distance = abs(candidate.num_prefill_heavy - 3) + abs(math.log2(candidate.prefill_heavy_tokens / 1024))
-        distance += abs(candidate.decode_heavy_tokens - 128) / 512
-        return cls.best_rps * (1.0 - 0.1 * distance) * (1.0 + 0.01 * (trial.seed % 1000))
-
-    def evaluate(self, trial: SearchTrial) -> TrialResult:
-        self.trials.append(trial)
-        over = math.log(trial.rate_rps / self.find_goodput_rps(trial))
-        return TrialResult(trial=trial, attainment=min(1.0, max(0.0, 0.9 - 4.0 * over)), num_iterations=1)
-
-
-@pytest.fixture
-def formula(monkeypatch: pytest.MonkeyPatch) -> type[Formula]:
-    class Fresh(Formula):
-        trials: ClassVar[list[SearchTrial]] = []
-
-    monkeypatch.setattr(searching, "TrialEvaluator", Fresh)
-    return Fresh
-
-
-def ask(rate_rps: float = 2.0, **changes: object) -> SearchRequest:
-    question = make_question(replicas=4, chunkSizes={"prefillHeavy": 256, "decodeHeavy": 128}, **changes)
-    return replace(question, workload=replace(question.workload, rate_rps=rate_rps))
-
-
-@pytest.mark.parametrize(
-    ("rate_rps", "predicted_rps", "in_force_rps"),
-    [(2.0, 2.0, 2.0), (4.5, 4.5, None), (40.0, None, None)],
-    ids=["little", "a little too much", "far too much"],
-)
-def test_a_search_says_what_it_found_and_what_to_expect(formula, rate_rps, predicted_rps, in_force_rps) -> None:
-    request = ask(rate_rps)
-    result = searching.search(request)
-    assert result.sliders == Sliders(num_prefill_heavy=3, prefill_heavy_tokens=1024, decode_heavy_tokens=128)
-    # Seeds 1 and 2 of the search; the sliders in force are one engine and two halvings away.
-    assert result.goodput_rps == pytest.approx(4.0 * 1.015, rel=0.01)
-    assert result.in_force_goodput_rps == pytest.approx(0.7 * 4.0 * 1.015, rel=0.01)
-    assert result.gain == pytest.approx(1 / 0.7 - 1, rel=0.03)
-    assert result.least_gain == pytest.approx(1 / 0.7 - 1, rel=0.05)
-    fresh = [trial for trial in formula.trials if trial.seed in searching.FRESH_SEEDS]
-    assert [trial.seed for trial in fresh] == [*searching.FRESH_SEEDS] * 2
-    best, present = fresh[:2], fresh[2:]
-    assert best[0].candidate.prefill_heavy_tokens == 1024
-    assert present[0].candidate == make_candidate(request)
-    # Far above the goodput nothing is simulated: 1.3 times it, or of half of the best one's.
-    most_rps = searching.MAX_OVERLOAD * result.goodput_rps
-    assert best[0].rate_rps == pytest.approx(predicted_rps or most_rps)
-    most_rps = searching.MAX_OVERLOAD * result.in_force_goodput_rps
-    assert present[0].rate_rps == pytest.approx(in_force_rps or most_rps)
-    effort = replace(make_effort(make_problem(request)), most_requests=searching.MAX_PREDICTED_REQUESTS)
-    assert [trial.duration_s for trial in fresh] == [effort.choose_duration_s(trial.rate_rps) for trial in fresh]
-    for trials, attainment in ((best, result.attainment), (present, result.in_force_attainment)):
-        expected = [min(1.0, max(0.0, 0.9 - 4.0 * math.log(t.rate_rps / formula.find_goodput_rps(t)))) for t in trials]
-        assert attainment == pytest.approx(sum(expected) / 2)
-
-
-def test_a_search_is_as_long_as_it_is_told(formula) -> None:
-    effort = SearchEffort(seeds=(5,), duration_s=33.0, num_compared=1)
-    searching.search(ask(), effort)
-    assert {trial.seed for trial in formula.trials} == {5, *searching.FRESH_SEEDS}
-    assert max(trial.duration_s for trial in formula.trials) == 33.0
-
-
-def test_less_than_a_request_in_a_whole_run_is_nothing_and_has_an_attainment(formula) -> None:
-    formula.best_rps = 1e-5
-    effort = SearchEffort(seeds=(1,), duration_s=100.0, most_duration_s=100.0, num_compared=1)
-    result = searching.search(ask(), effort)
-    assert (result.goodput_rps, result.in_force_goodput_rps, result.gain, result.least_gain) == (0.0, 0.0, 0.0, 0.0)
-    fresh = [trial.rate_rps for trial in formula.trials if trial.seed in searching.FRESH_SEEDS]
-    assert fresh == [pytest.approx(searching.MIN_PREDICTED_REQUESTS / 100.0)] * 4
-    assert result.attainment == 0.0
-
-
-def test_what_counts_as_something_is_one_request(formula) -> None:
-    formula.best_rps = 0.05
-    effort = SearchEffort(seeds=(1,), duration_s=100.0, most_duration_s=100.0, num_compared=1)
-    result = searching.search(ask(), effort)
-    assert result.goodput_rps == pytest.approx(0.05, rel=0.05)
-    assert result.in_force_goodput_rps == pytest.approx(0.035, rel=0.05)
-    short = searching.search(ask(), replace(effort, most_duration_s=21.0))
-    assert short.goodput_rps == pytest.approx(0.05, rel=0.05)
-    assert (short.in_force_goodput_rps, short.gain) == (0.0, math.inf)

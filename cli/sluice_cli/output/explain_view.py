@@ -39,6 +39,8 @@ MEANINGS = {
     "round_robin": "it was this engine's turn",
     "least_work": "it has the least work",
     "shortest_queue": "it has the shortest queue",
+    "split": "two engines compute it in two parts; the prompt begins here",
+    "whole": "this engine computes all of it: no split would balance two engines better",
 }
 
 

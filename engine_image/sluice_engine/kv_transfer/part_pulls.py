@@ -187,9 +187,9 @@ class PartPulls:
         Returns:
             The other names, and the answers.
         """
-        ended = {name for name in finished or () if name.endswith(READ_MARK)}
+        ended = sorted(name for name in finished or () if name.endswith(READ_MARK))
         answers = [self._end_read(self._reads.pop(name), now_s, has_failed=name in failed) for name in ended]
-        return finished - ended if finished and ended else finished, answers
+        return finished - set(ended) if finished and ended else finished, answers
 
     def _end_read(self, read: _Read, now_s: float, *, has_failed: bool) -> PulledPart:
         is_whole = not has_failed and now_s - read.began_s <= LONGEST_READ_S

@@ -1,0 +1,288 @@
+"""How an engine is started: vLLM's arguments, ports that are taken, the fork that becomes the EngineCore."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import warnings
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from engine_ports import PORTS
+
+from sluice_engine.errors import StartError
+from sluice_engine.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FIELDS = {
+    "engine_id": "e",
+    "host": "127.0.0.1",
+    "port": 1,
+    "metrics_port": 2,
+    "kv_host": "127.0.0.1",
+    "kv_port": 3,
+    "model": "org/model",
+    "max_batch_tokens": 512,
+}
+# What each engine is told, whatever it computes on.
+COMMON = {
+    "model": "org/model",
+    "revision": None,
+    "tensor_parallel_size": 1,
+    "max_model_len": None,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": 256,
+    "enable_chunked_prefill": True,
+    "enable_prefix_caching": True,
+    "prefix_caching_hash_algo": "sha256",
+    "scheduling_policy": "priority",
+}
+SCHEDULER = "sluice_engine.scheduling.scheduler.SluiceScheduler"
+ASYNC_SCHEDULER = "sluice_engine.scheduling.scheduler.SluiceAsyncScheduler"
+EXECUTOR = "sluice_engine.startup.in_process_executor.InProcessExecutor"
+
+
+@pytest.fixture(scope="module")
+def launch() -> Any:
+    """The module, which imports vLLM, whose warnings are its own affair."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sluice_engine.startup import launch  # noqa: PLC0415
+    return launch
+
+
+def make_settings(**fields: Any) -> EngineSettings:
+    return EngineSettings(**{**FIELDS, **fields})
+
+
+def split(arguments: dict[str, Any]) -> tuple[dict[str, Any], Any, Any, Any]:
+    """Takes vLLM's own records out of the arguments."""
+    arguments = dict(arguments)
+    records = [arguments.pop(f"{name}_config") for name in ("kv_transfer", "kv_events", "structured_outputs")]
+    return arguments, *records
+
+
+def test_an_engine_on_the_cpu_computes_in_its_own_process(launch) -> None:
+    plain, transfer, events, structured = split(launch.vllm_arguments(make_settings(), 0xABC))
+    assert plain == {
+        **COMMON,
+        "dtype": "float32",
+        "block_size": 32,
+        "kv_cache_memory_bytes": 64 << 20,
+        "enforce_eager": True,
+        "scheduler_cls": SCHEDULER,
+        "distributed_executor_backend": EXECUTOR,
+    }
+    assert (transfer.engine_id, transfer.kv_buffer_device, transfer.kv_role) == ("e-abc", "cpu", "kv_both")
+    assert transfer.kv_connector_extra_config == {
+        "kv_lease_duration": 30,
+        "backends": ["UCX"],
+        "sluice_progress_delay_us": 100,
+    }
+    assert (events.enable_kv_cache_events, events.publisher) == (True, "null")
+    assert structured.backend == "guidance"
+
+
+def test_what_the_user_asks_for_is_in_the_arguments(launch) -> None:
+    settings = make_settings(
+        dtype="bfloat16",
+        block_size=64,
+        kv_cache_bytes=99,
+        revision="r",
+        tensor_parallel_size=2,
+        max_model_len=77,
+        max_num_seqs=5,
+        kv_poll_us=7,
+        kv_backend="LIBFABRIC",
+    )
+    plain, transfer, _, _ = split(launch.vllm_arguments(settings, 1))
+    asked = {
+        "dtype": "bfloat16",
+        "block_size": 64,
+        "kv_cache_memory_bytes": 99,
+        "revision": "r",
+        "tensor_parallel_size": 2,
+        "max_model_len": 77,
+        "max_num_seqs": 5,
+    }
+    assert plain.items() >= asked.items()
+    assert transfer.kv_connector_extra_config["backends"] == ["LIBFABRIC"]
+    assert transfer.kv_connector_extra_config["sluice_progress_delay_us"] == 7
+
+
+def test_an_engine_on_a_gpu_keeps_vllms_defaults(launch, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    plain, transfer, _, _ = split(launch.vllm_arguments(make_settings(), 1))
+    assert plain == {**COMMON, "scheduler_cls": ASYNC_SCHEDULER}
+    assert transfer.kv_buffer_device == "cuda"
+    assert not launch.is_forked(make_settings())
+
+
+def test_an_emulated_gpu_is_scheduled_as_one_and_loads_nothing(launch, tiny_model: Path) -> None:
+    settings = make_settings(model=str(tiny_model), emulation={"base_s": 0.03, "chunk_s": 0.05})
+    plain, transfer, _, _ = split(launch.vllm_arguments(settings, 1))
+    emulation = plain.pop("additional_config")
+    assert plain == {
+        **COMMON,
+        "model": str(tiny_model),
+        "block_size": 16,
+        "scheduler_cls": ASYNC_SCHEDULER,
+        "enforce_eager": True,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "async_scheduling": True,
+        "distributed_executor_backend": "sluice_engine.emulation.emulated_executor.EmulatedExecutor",
+    }
+    assert emulation == {launch.emulated_gpu.CONFIG_KEY: settings.emulation.model_dump()}
+    assert (transfer.kv_connector, transfer.kv_connector_module_path, transfer.kv_connector_extra_config) == (
+        "EmulatedConnector",
+        "sluice_engine.emulation.emulated_kv_transfer",
+        {"host": "127.0.0.1", "port": 3},
+    )
+    assert launch.is_forked(settings)
+
+
+def test_our_arguments_win_over_the_users_and_these_over_vllms(launch, tiny_model: Path) -> None:
+    own = {"model": str(tiny_model), "max_num_seqs": 5, "enforce_eager": True}
+    merged = launch.merge_arguments(("--max-num-seqs", "9", "--seed", "7"), own)
+    assert (merged.model, merged.max_num_seqs, merged.enforce_eager, merged.seed) == (str(tiny_model), 5, True, 7)
+    assert launch.merge_arguments((), own).max_num_seqs == 5
+
+
+@pytest.mark.parametrize("option", ["port", "metrics_port", "kv_port"])
+def test_a_taken_port_is_named_with_its_option(launch, option) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        free = {name: next(PORTS) for name in ("port", "metrics_port", "kv_port")}
+        settings = make_settings(**{**free, option: number})
+        name = f"--{option.replace('_', '-')}"
+        with pytest.raises(StartError, match=rf"^{name}: cannot listen on 127\.0\.0\.1:{number}: "):
+            launch.check_ports(settings)
+    launch.check_ports(make_settings(**free))
+
+
+def test_a_fork_becomes_a_core_that_its_parent_alone_ends(launch, monkeypatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(signal, "signal", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(launch, "die_with_parent", lambda: made.append("dies with its parent"))
+    monkeypatch.setattr(os, "setpgid", lambda *arguments: made.append(arguments))
+    launch.become_core()
+    default = signal.SIG_DFL
+    assert made == [(signal.SIGTERM, default), (signal.SIGINT, default), "dies with its parent", (0, 0)]
+
+
+def test_the_core_is_started_by_vllm_and_a_failure_is_said(launch, monkeypatch) -> None:
+    made: list[Any] = []
+    answers: list[Any] = ["a client", RuntimeError("no room"), TimeoutError("late"), OSError("no file"), KeyError("?")]
+
+    class Client:
+        @staticmethod
+        def make_async_mp_client(*arguments: Any, **options: Any) -> Any:
+            made.append((arguments, options))
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    monkeypatch.setattr(os, "register_at_fork", lambda *, after_in_child: made.append(after_in_child))
+    monkeypatch.setattr(launch, "EngineCoreClient", Client)
+    monkeypatch.setattr(launch, "Executor", SimpleNamespace(get_class=lambda config: f"executor of {config}"))
+    assert launch.start_core("config") == "a client"
+    assert made == [launch.become_core, (("config", "executor of config"), {"log_stats": False})]
+    for reason in ("no room", "late", "no file"):
+        with pytest.raises(StartError, match=f"the EngineCore did not start: {reason}"):
+            launch.start_core("config")
+    with pytest.raises(KeyError):
+        launch.start_core("config")
+
+
+def test_a_tokenizer_is_loaded_where_there_is_one(launch, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "cached_tokenizer_from_config", lambda model: f"tokenizer of {model.name}")
+    models = [SimpleNamespace(skip_tokenizer_init=skips, name="m") for skips in (True, False)]
+    found = [launch.load_tokenizer(SimpleNamespace(model_config=model)) for model in models]
+    assert found == [None, "tokenizer of m"]
+
+
+def test_a_configuration_that_vllm_refuses_is_said(launch, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "set_environment", lambda _settings: None)
+    monkeypatch.setattr(launch.model_classes, "register_classes", lambda _model: None)
+
+    class Arguments:
+        @staticmethod
+        def create_engine_config() -> None:
+            raise ValueError("too small")
+
+    monkeypatch.setattr(launch, "merge_arguments", lambda _user, _own: Arguments)
+    with pytest.raises(StartError, match="vLLM refuses the configuration: too small"):
+        launch.make_vllm_config(make_settings(), 1)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "10.0.0.1"])
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_the_environment_is_that_of_the_machine(launch, monkeypatch, host, is_cpu, tmp_path) -> None:
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "40"}
+    monkeypatch.setattr(launch.os, "environ", environment)
+    monkeypatch.setattr(launch, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
+    launch.set_environment(make_settings(kv_host=host, model=str(tmp_path)))
+    assert ("UCX_NET_DEVICES" in environment) == (host != "10.0.0.1")
+    assert ("OMP_NUM_THREADS" in environment) == is_cpu
+    assert ("VLLM_CPU_KVCACHE_SPACE" in environment) != is_cpu
+    assert environment.get("VLLM_CPU_OMP_THREADS_BIND") == ("nobind" if is_cpu else None)
+    # A directory's model is not looked for on the hub.
+    assert environment["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.fixture(scope="module")
+def resume() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sluice_engine.kv_transfer import resume  # noqa: PLC0415
+    return resume
+
+
+def make_state(resume: Any, output: list[int], extras: dict[str, Any] | None, generator: Any) -> Any:
+    from vllm.sampling_params import SamplingParams  # noqa: PLC0415
+
+    parameters = SamplingParams(seed=5)
+    parameters.extra_args = extras
+    return resume.ResumedRequestState(
+        req_id="r",
+        prompt_token_ids=[1, 2],
+        mm_features=[],
+        sampling_params=parameters,
+        generator=generator,
+        block_ids=([1],),
+        num_computed_tokens=0,
+        output_token_ids=output,
+    )
+
+
+def test_a_runner_knows_the_tokens_that_were_made_elsewhere(resume) -> None:
+    brought = {"sluice": {"output_token_ids": [7, 8]}}
+    assert make_state(resume, [], brought, None).output_token_ids == [7, 8]
+    assert make_state(resume, [9], brought, None).output_token_ids == [9]
+    assert make_state(resume, [], None, None).output_token_ids == []
+    assert make_state(resume, [], {}, None).generator is None
+
+
+def test_a_seeded_request_draws_on_where_it_was(resume) -> None:
+    import torch  # noqa: PLC0415
+
+    def draw(generator: Any) -> int:
+        return int(torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long))
+
+    whole = torch.Generator(device="cpu").manual_seed(5)
+    draws = [draw(whole) for _ in range(4)]
+    state = make_state(resume, [], {"sluice": {"output_token_ids": [7, 8]}}, torch.Generator(device="cpu"))
+    generator = state.generator
+    assert [draw(generator), draw(generator)] == draws[2:]
+    # A sample that is discarded is drawn again.
+    assert generator.get_offset() == 0
+    generator.set_offset(4)
+    assert draw(generator) == draws[2]
+    fresh = make_state(resume, [], None, torch.Generator(device="cpu"))
+    assert [draw(fresh.generator) for _ in range(4)] == draws
