@@ -6,6 +6,7 @@
 # make reference writes docs/reference/crd.md and cli.md after an edit of crds/ or of commands
 # make docs    builds the docs site into build/docs; a dead link is an error
 # make format  formats the code
+# make soak    kills routers 900 times under streams that resume (an hour; ARGS="--kills 40" for less)
 # make e2e-k8s runs the tests on a real Kubernetes, which it builds and starts (Go, root; minutes the first time)
 # make kubernetes builds that Kubernetes, if it is not built yet (ten minutes)
 # make images-check builds the images of the Dockerfiles, and runs them there (30 GB of disk, a quarter of an hour)
@@ -40,9 +41,9 @@ SOURCES := $(shell find core protos router engine_image operator cli -path '*/sl
 # Bytecode is compiled at the installation: where PYTHONDONTWRITEBYTECODE is set, importing vLLM would cost 25 s each time.
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode
 
-.PHONY: help up demo test e2e-k8s kubernetes images-check release-check down lock reference docs format bench bench-paper mutation clean dev install model
+.PHONY: help up demo test soak e2e-k8s kubernetes images-check release-check down lock reference docs format bench bench-paper mutation clean dev install model
 help:
-	@sed -n 's/^# //p' Makefile | head -16
+	@sed -n 's/^# //p' Makefile | head -17
 
 up: install model
 	@exec $(BIN)/sluice up $(MANIFEST) $(ARGS)
@@ -52,6 +53,9 @@ demo: install model
 
 test: $(STAMPS)/dev $(COMPILED) model
 	@exec $(BIN)/python .ci/checks.py $(ARGS)
+
+soak: $(STAMPS)/dev $(COMPILED) model
+	@exec $(BIN)/python e2e/soak_routers.py $(ARGS)
 
 e2e-k8s: $(STAMPS)/dev $(COMPILED) model
 	@PYTHONPATH=e2e/kube:.ci exec $(BIN)/python -m testbed test $(ARGS)

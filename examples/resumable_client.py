@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
 DONE = "[DONE]"
+# The error of a router that is told to end, and of no other fault: another router goes on.
+LEAVING = "draining"
 RETRY_STATUSES = frozenset({502, 503, 504})
 RETRY_S = 0.1
 MAX_PAUSE_S = 2.0
@@ -97,7 +99,10 @@ async def stream(
         sent = {**(headers or {}), **_make_headers(progress)}
         try:
             async with client.stream("POST", url + path, json={**body, "stream": True}, headers=sent) as response:
-                if response.status_code != 200:
+                if response.status_code == 404 and progress.capability and not progress.last_event_id:
+                    # Nothing has come of the answer, and nobody has it: the request is sent again.
+                    progress.capability = ""
+                elif response.status_code != 200:
                     pause_s = await _read_pause_s(response, is_resumed=bool(progress.capability))
                 else:
                     progress.note_head(response.headers)
@@ -107,6 +112,8 @@ async def stream(
                             return
                         chunk = json.loads(data)
                         if "error" in chunk:
+                            if chunk["error"]["code"] == LEAVING:
+                                break
                             raise StreamError(chunk["error"]["message"], chunk["error"]["code"] or "")
                         progress.last_event_id = event_id or progress.last_event_id
                         yield chunk

@@ -292,6 +292,7 @@ class FlowParameters:
         grant_wait_s: Longest time that a finished prefill waits for a decode engine, its KV on the prefill engine; then
             it is recomputed and decodes in place. Below the lease of handed-off KV.
         tpot_share: Share of the TPOT SLO that prefills may use up.
+        least_prefill_share: Share of the TPOT SLO that prefills get in each iteration beside decodes in any case.
         late_ttft_factor: A prompt that cannot meet its TTFT SLO waits as if this were so many times as long; 1: it
             keeps its place.
         pack_share: Share of the TPOT SLO up to which decodes gather on one engine; 0: they stay where they begin.
@@ -313,6 +314,7 @@ class FlowParameters:
     prefill_order: PrefillOrder = PrefillOrder.S_EDF
     grant_wait_s: float = 10.0
     tpot_share: float = 0.98
+    least_prefill_share: float = 0.1
     late_ttft_factor: float = 3.0
     pack_share: float = 0.7
     credit_s: float = 0.1

@@ -32,15 +32,16 @@ def test_a_steady_rate_is_forecast_as_it_is():
 
 
 def test_growth_is_carried_on_for_as_long_as_an_engine_takes_to_start():
-    """0.01 requests/s more in each second, for 120 s beyond the mean of the last 60 s."""
-    demand = feed(DemandForecast(lead_s=120.0), [2.0 + 0.15 * number for number in range(40)])
-    assert demand.forecast_rps == pytest.approx(demand.level_rps + 0.15 / BIN_S * 120.0)
+    """0.01 requests/s more in each second, for 120 s beyond the middle of the last 150 s."""
+    demand = feed(DemandForecast(lead_s=120.0), [20.0 + 0.15 * number for number in range(40)])
+    assert demand.level_rps == pytest.approx(20.0 + 0.15 * 34.5)
+    assert demand.forecast_rps == pytest.approx(demand.level_rps + 0.15 / BIN_S * (120.0 + 75.0))
 
 
 def test_a_trend_needs_a_history_and_has_a_limit():
     few = feed(DemandForecast(lead_s=600.0), [1.0, 2.0, 4.0])
     assert few.forecast_rps == few.level_rps
-    steep = feed(DemandForecast(lead_s=600.0), [0.1 * number for number in range(40)])
+    steep = feed(DemandForecast(lead_s=600.0), [0.1 * number for number in range(60)])
     assert steep.forecast_rps == pytest.approx(1.5 * steep.level_rps)
 
 
@@ -48,8 +49,19 @@ def test_headroom_is_what_forecasts_lacked():
     """Bursts that no trend foresees are learned: after an hour the headroom covers most of them."""
     assert DemandForecast(lead_s=60.0).headroom == pytest.approx(1.2)
     burst = [4.0] * 16 + [6.0] * 8
-    demand = feed(DemandForecast(lead_s=60.0), burst * 12)
-    assert 1.2 < demand.headroom < 1.6
+    demand = feed(DemandForecast(lead_s=60.0, quantile=0.9), burst * 12)
+    assert 1.1 < demand.headroom < 1.5
+
+
+def test_one_jump_does_not_cost_headroom_for_hours():
+    demand = feed(DemandForecast(lead_s=120.0), [1.0] * 30 + [9.0] * 20 + [1.0] * 20)
+    assert demand.headroom <= 1.5
+
+
+def test_a_jump_counts_within_a_minute_and_chance_does_not():
+    steady = feed(DemandForecast(lead_s=30.0), [9.0] * 40)
+    assert feed(steady, [18.0] * 4).level_rps == pytest.approx(18.0)
+    assert feed(steady, [10.0] * 4).level_rps == pytest.approx(9.4)
 
 
 def test_a_late_call_spreads_what_it_brings():
@@ -91,22 +103,28 @@ class PlainForecast:
         self.forecasts.append(self.forecast())
 
     def level(self) -> float:
-        last = self.bins[-4:]  # a minute
-        return sum(last) / len(last) / BIN_S if last else 0.0
+        if not self.bins:
+            return 0.0
+        usual = statistics.fmean(self.bins[-10:])  # 150 s
+        minute = self.bins[-4:]
+        expected = usual * len(minute)
+        by_chance = 4.0 * expected**0.5
+        has_jumped = sum(minute) > max(expected + by_chance, 1.2 * expected)
+        return (statistics.fmean(minute) if has_jumped else usual) / BIN_S
 
     def forecast(self) -> float:
-        reach = int(min(max(600.0, self.lead_s), 1800.0) / BIN_S)
+        reach = int(min(max(1200.0, 3.0 * self.lead_s), 1800.0) / BIN_S)
         recent = self.bins[-120:][-reach:]
         if len(recent) < reach // 2:
             return self.level()
         slope = statistics.linear_regression(range(len(recent)), recent).slope / BIN_S**2
-        return min(self.level() + max(0.0, slope) * self.lead_s, 1.5 * self.level())
+        return min(self.level() + max(0.0, slope) * (self.lead_s + 75.0), 1.5 * self.level())
 
     def headroom(self) -> float:
         kept = sorted(self.errors[-720:])
         if len(kept) < 40:
             return 1.2
-        return max(1.0, kept[min(int(self.quantile * len(kept)), len(kept) - 1)])
+        return min(1.5, max(1.0, kept[min(int(self.quantile * len(kept)), len(kept) - 1)]))
 
 
 @pytest.mark.parametrize("lead_s", [0.0, 20.0, 900.0, 2400.0])

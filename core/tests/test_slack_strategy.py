@@ -65,8 +65,8 @@ def make_batch(**changes: float) -> EngineBatch:
     return replace(batch, **changes)
 
 
-def bind(decodes: DecodeSet, **parameters: float) -> SlackBatching:
-    policy = SLUICE.make_engine(FlowParameters(**parameters))
+def bind(decodes: DecodeSet, *, least_prefill_share: float = 0.0, **parameters: float) -> SlackBatching:
+    policy = SLUICE.make_engine(FlowParameters(least_prefill_share=least_prefill_share, **parameters))
     assert isinstance(policy, SlackBatching)
     policy.bind(decodes, A100)
     return policy
@@ -165,6 +165,37 @@ def test_a_decode_that_is_about_to_begin_bounds_the_iteration_by_one_gap():
     shape = IterationShape(prefill_tokens=beside, num_chunks=1, num_decodes=2)
     assert beside < alone
     assert A100.estimate_shape_s(shape) <= 0.98 * 0.11
+
+
+@pytest.mark.parametrize("first_token_s", [9.0, 8.5], ids=["little slack", "far behind"])
+def test_prompts_get_their_share_of_an_iteration_whatever_decodes_can_spare(first_token_s: float) -> None:
+    decodes = make_decodes(("slow", first_token_s, 10, 0.11))
+    batch = make_batch(num_decodes=1, decode_context_tokens=300)
+    room = bind(decodes, least_prefill_share=0.1).limits(10.0, batch).prefill_room_tokens
+    alone_s, beside_s = (
+        A100.estimate_shape_s(
+            IterationShape(prefill_tokens=tokens, num_chunks=1, num_decodes=1, decode_context_tokens=300)
+        )
+        for tokens in (0, room)
+    )
+    longest_s = max(alone_s + 0.1 * 0.11, 0.98 * 10 * 0.11 - (10.0 - first_token_s))
+    assert 0.95 * longest_s <= beside_s <= longest_s
+    without = bind(decodes).limits(10.0, batch).prefill_room_tokens
+    assert without == (0 if first_token_s == 8.5 else room)
+
+
+@pytest.mark.parametrize(("share", "is_served"), [(0.0, False), (0.1, True)])
+def test_prompts_beside_long_answers_near_their_objective_are_in_time(share: float, *, is_served: bool) -> None:
+    """Iterations of these decodes alone take nearly as long as the objective: little is spared, and never for long."""
+    slo = Slo(ttft_s=1.0, tpot_s=0.028)
+    arrivals = [Arrival(at_s=0.3 * number, prompt_tokens=300, output_tokens=400, slo=slo) for number in range(80)]
+    engines = make_engines(((1, 2048),), blocks=20_000, max_num_seqs=256)
+    parameters = FlowParameters(least_prefill_share=share, pack_share=0.0)
+    simulation = Simulation(Cell(engines=engines, strategy=SLUICE, parameters=parameters), arrivals)
+    assert simulation.run()
+    num_in_time = sum(request.ttft_s is not None and request.ttft_s <= slo.ttft_s for request in simulation.requests)
+    assert (num_in_time > 75) == is_served
+    assert num_in_time > 75 or num_in_time < 40
 
 
 def test_each_decode_asks_once_where_it_should_run_and_keeps_its_slack():
@@ -323,11 +354,12 @@ def test_parameters_are_read_in_core_units():
     values = {
         "tpot_share_percent": "90",
         "late_ttft_factor_percent": "250",
+        "least_prefill_percent": "5",
         "pack_share_percent": "0",
         "credit_milliseconds": "50",
     }
     assert SLUICE.read_parameters(values) == FlowParameters(
-        tpot_share=0.9, late_ttft_factor=2.5, pack_share=0.0, credit_s=0.05
+        tpot_share=0.9, least_prefill_share=0.05, late_ttft_factor=2.5, pack_share=0.0, credit_s=0.05
     )
 
 

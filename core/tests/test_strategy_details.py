@@ -15,6 +15,7 @@ from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.holding import MAX_ASSIGNED_AT_ONCE, compute_urgency, select_urgent
 from sluice_core.scheduling.iteration_limit import fit_prefill_room
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
+from sluice_core.scheduling.rolling.macro_instances import MacroInstances
 from sluice_core.scheduling.splitting.output_lengths import KnownLengths, NoisyLengths, RunningQuantile
 from sluice_core.scheduling.splitting.profile_table import ProfileTable
 from sluice_core.strategies import STRATEGIES, get_strategy
@@ -305,3 +306,28 @@ def test_objectives_of_nobody_bound_nothing():
     fresh = make_table([EngineLoad()])
     router.assign(10.0, [free], fresh)
     assert fresh[EngineId("e0")].room_tokens == 2048
+
+
+def test_splits_and_merges_count_while_there_are_engines():
+    states = list(make_table([EngineLoad() for _ in range(9)]))
+    macro = MacroInstances(2, 4)
+    for number, splits, merges in ((3, 0, 0), (9, 2, 0), (9, 2, 0), (3, 2, 2), (0, 2, 2), (9, 2, 2)):
+        macro.renew(states[:number])
+        assert (macro.num_splits, macro.num_merges) == (splits, merges)
+
+
+def test_a_rotation_goes_on_at_the_engine_that_took_the_last_request():
+    states = list(make_table([EngineLoad() for _ in range(4)]))
+    macro = MacroInstances(4, 8)
+    macro.renew(states)
+    (group,) = macro.groups
+    assert group.position == 0
+    macro.note_placement(group, 2, 100)
+    macro.note_placement(group, 1, 50)
+    assert (group.position, group.num_tokens) == (1, 150)
+    macro.renew(states[1:])
+    assert macro.groups[0].position == 0  # the same engine, one place further to the front
+    macro.renew(states[2:])
+    assert macro.groups[0].position == 0
+    macro.renew([states[3], states[2]])
+    assert macro.groups[0].position == 1

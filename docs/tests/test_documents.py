@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
     "README.md",
     "docs/reference/api.md",
+    "docs/guides/resume.md",
     "docs/guides/security.md",
     "docs/guides/simulate.md",
     "docs/guides/planning.md",

@@ -31,9 +31,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 NAMESPACE = "scaled"
 NUM_CONNECTIONS = 4
-# An emulated A100 computes such a prompt in about a second: one engine serves 0.9 a second in time, three serve 2.6.
-LITTLE = Shape(prompt_tokens=3500, output_tokens=20, rate_rps=0.4)
-MUCH = LITTLE._replace(rate_rps=1.6)
+# An emulated A100 computes such a prompt in about a second: one engine serves 1.1 a second in time, three serve 3.6.
+LITTLE = Shape(prompt_tokens=3500, output_tokens=20, rate_rps=0.6)
+MUCH = LITTLE._replace(rate_rps=2.5)
 WINDOW_S = 20
 
 

@@ -124,9 +124,12 @@ async def test_a_request_survives_between_hand_off_and_submit(engine, is_lost):
 async def test_a_submit_that_comes_behind_another_routers_claim_does_not_run(engine):
     first, second = engine.attached("router-1"), engine.attached("router-2")
     await claim(second)
-    await first.send(submits=[resumable(3)])
+    await first.send(submits=[resumable(3, output_token_ids=[10, 11], fence=2)])
     assert ends(first) == [(3, CLAIMED)]
     assert engine.core.requests == {}
+    # Its router may have been the only one that had it.
+    answer = await claim(second)
+    assert (list(answer.submit.output_token_ids), answer.ended.reason) == ([10, 11], CLAIMED)
     await second.send(submits=[resumable(4)])
     assert list(engine.core.requests) == [engine.core_id("a")]
     # What claims is forgotten too.
@@ -213,3 +216,15 @@ async def test_a_claim_brings_the_logprobs_of_the_tokens_made_here(engine):
     engine.put_out(output(engine.core_id("a"), [10], new_logprobs=rows))
     answer = await claim(engine.attached("router-2"))
     assert [entry.logprob for entry in answer.logprobs] == [-0.25]
+
+
+@pytest.mark.parametrize("fence", [1, 9])
+async def test_a_refused_submit_hides_nothing_that_runs(engine, fence):
+    first, second = engine.attached("router-1"), engine.attached("router-2")
+    await second.send(submits=[resumable(0, fence=5)])
+    await claim(second)
+    await first.send(submits=[resumable(3, fence=fence)])
+    assert ends(first) == [(3, CLAIMED)]
+    answer = await claim(engine.attached("router-3"))
+    assert answer.submit.fence == 5
+    assert not answer.HasField("ended")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
-from sluice_operator.api.sliders import Sliders, resolve_sliders
+from sluice_operator.api.sliders import Sliders, resolve_sliders, scale_sliders
 from sluice_operator.autotune import decision
 from sluice_operator.autotune.decision import (
     HISTORY_COOLDOWNS,
@@ -278,3 +278,42 @@ def test_whatever_happens_sliders_stay_within_bounds_and_edits_win(  # noqa: C90
         assert plant.sliders in (resolve_sliders(plant.spec), FOR_LONG, FOR_SHORT)
         assert plant.spec.autotune.mode == "Apply" or plant.state.tuned is None
         assert plant.reason in REASONS[ConditionType.AUTOTUNED]
+
+
+SIZED = Sliders(num_prefill_heavy=6, prefill_heavy_tokens=1024, decode_heavy_tokens=96)
+
+
+def resize(plant: Plant, replicas: int, sized: Sliders | None = None) -> None:
+    """Another number of engines, and one decision."""
+    plant.spec = make_spec().model_copy(update={"replicas": replicas})
+    plant.has_sample = replicas > 0
+    plant.state = decision.decide(plant.state, replace(plant.observe(), sized=sized))
+
+
+def test_sliders_that_were_found_for_a_size_are_in_force_with_it() -> None:
+    plant = Plant()
+    plant.run(5)
+    resize(plant, 8, SIZED)
+    assert plant.sliders == SIZED
+    assert plant.state.trial is None
+    assert plant.state.baseline == plant.counts, "what finished on another size is not compared"
+
+
+def test_a_mix_survives_a_fleet_of_one_and_of_none() -> None:
+    plant = Plant()
+    plant.state = replace(plant.state, basis=decision.make_basis(plant.spec), replicas=4, tuned=FOR_LONG)
+    for replicas in (1, 2, 0, 1, 8):
+        resize(plant, replicas)
+    assert plant.sliders == replace(FOR_LONG, num_prefill_heavy=6)
+
+
+def test_a_trial_is_measured_anew_with_more_engines() -> None:
+    plant = Plant()
+    while plant.state.trial is None or plant.state.trial.start is None:
+        plant.step()
+    plant.run(20)
+    resize(plant, 8, SIZED)
+    trial = plant.state.trial
+    assert trial is not None
+    assert plant.sliders == scale_sliders(FOR_LONG, 4, 8), "what is on trial stays on trial"
+    assert (trial.started_s, trial.start) == (plant.now, plant.counts)

@@ -200,6 +200,26 @@ def test_measured_engines_are_averaged_by_what_they_have_seen_up_to_a_limit() ->
     assert facts.coefficients == pytest.approx([1e-4 * number * 7 / 3 for number in range(1, 7)])
 
 
+def test_engines_that_take_just_the_ratio_longer_are_the_same() -> None:
+    two, three = (
+        MeasuredEngineFacts(
+            coefficients=(base_s, 0.0, 0.0, 0.0, 0.0, 0.0),
+            kv_blocks_total=10,
+            block_size_tokens=16,
+            kv_bytes_per_token=1024,
+            max_num_seqs=8,
+        )
+        for base_s in (2.0, 3.0)
+    )
+    assert CHANGED_RATIO == 1.5
+    assert not three.differs(two)
+
+
+def test_any_goodput_over_none_is_a_gain() -> None:
+    assert searching.compute_least_gain((0.5, 0.5), (0.0, 0.25)) == 1.0
+    assert searching.compute_least_gain((0.0, 0.5), (0.0, 0.25)) == 0.0
+
+
 @pytest.mark.parametrize(
     ("changes", "differs"),
     [

@@ -12,13 +12,18 @@ import aiohttp
 import pydantic
 import pytest
 from prometheus_client import generate_latest
+from verdicts import LEAST, merge
 
 from sluice_operator import health, logs
+from sluice_operator.api.manifest import ManifestError, check_manifest
 from sluice_operator.api.model_identity import identify_model, name_revision_key, needs_resolution
+from sluice_operator.api.names import CLUSTER_LABEL, ClusterKey
 from sluice_operator.api.spec import ModelSpec
+from sluice_operator.controller import informer
 from sluice_operator.health import MAX_LAG_S, MAX_QUEUE_AGE_S, Health
 from sluice_operator.kubernetes.quantities import add_bytes, read_quantity
 from sluice_operator.metrics import BUCKETS_S, OperatorMetrics
+from sluice_operator.resources.pods.pod_status import read_pod
 from sluice_operator.settings import OperatorSettings, parse_settings
 
 # --- the command line ----------------------------------------------------------------------------------------------
@@ -341,3 +346,78 @@ def test_a_model_is_another_where_its_tokens_may_differ(model: dict[str, Any], *
 def test_a_revision_is_resolved_where_the_hub_may_move_it(source: Any, revision: str | None, *, needs: bool) -> None:
     assert needs_resolution(ModelSpec(name="m", source=source, revision=revision)) is needs
     assert name_revision_key("m").endswith("m")
+
+
+TOKEN = "spec.model.source.huggingFace.tokenSecretRef"
+
+
+# --- what kopf is told, and what Kubernetes says of pods ----------------------------------------------------------
+
+
+def test_kopf_waits_and_watches_as_the_operator_needs() -> None:
+    settings = informer.make_settings()
+    assert (settings.posting.enabled, settings.scanning.disabled) == (False, True)
+    assert (settings.queueing.idle_timeout, settings.queueing.exit_timeout) == (informer.IDLE_S, 0.1)
+    assert settings.watching.inactivity_timeout == informer.INACTIVITY_S
+    assert settings.watching.reconnect_backoff == informer.RECONNECT_S
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        ({"kind": "ServingCluster", "metadata": {"namespace": "n", "name": "c"}}, ClusterKey("n", "c")),
+        (
+            {"kind": "Pod", "metadata": {"namespace": "n", "name": "p", "labels": {CLUSTER_LABEL: "c"}}},
+            ClusterKey("n", "c"),
+        ),
+        ({"kind": "Pod", "metadata": {"namespace": "n", "name": "p", "labels": {}}}, None),
+        ({"kind": "Pod", "metadata": {"namespace": "n", "name": "p"}}, None),
+        ({"kind": "Pod"}, None),
+    ],
+)
+def test_an_object_belongs_to_the_cluster_that_its_label_names(body: dict[str, Any], key: ClusterKey | None) -> None:
+    assert informer.find_key(body) == key
+
+
+@pytest.mark.parametrize(
+    ("condition", "fails"),
+    [
+        ({"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}, True),
+        ({"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}, False),
+        ({"type": "PodScheduled", "status": "True"}, False),
+        ({"type": "Ready", "status": "False", "reason": "Unschedulable"}, False),
+    ],
+)
+def test_a_pod_fits_no_node_when_its_scheduler_says_so(condition: dict[str, str], *, fails: bool) -> None:
+    pod = read_pod({"metadata": {"name": "p", "uid": "u"}, "status": {"conditions": [condition]}})
+    assert (pod.failure is not None) is fails
+    if pod.failure is not None:
+        assert pod.failure.message.startswith("pod p fits no node (0/3 nodes)")
+
+
+@pytest.mark.parametrize(
+    ("edit", "line"),
+    [
+        ({"replica": 2}, "spec.replica: is not a field of ServingCluster; remove it (did you mean replicas?)"),
+        (
+            {"slo": {"ttftMillisecond": 2}},
+            "spec.slo.ttftMillisecond: is not a field of ServingCluster; remove it (did you mean ttftMilliseconds?)",
+        ),
+        (
+            {"model": {"source": {"huggingFace": {"tokenSecretRef": {"nam": "x"}}}}},
+            f"{TOKEN}.nam: is not a field of ServingCluster; remove it (did you mean name?)",
+        ),
+        (
+            {"slo": {"classes": [{"name": "a", "ttftMilliseconds": 1, "tpotMilliseconds": 1, "prio": 3}]}},
+            "spec.slo.classes[0].prio: is not a field of ServingCluster; remove it (did you mean priority?)",
+        ),
+        (
+            {"chunkSizes": {"zzz": 1}},
+            "spec.chunkSizes.zzz: is not a field of ServingCluster; remove it (known here: decodeHeavy, prefillHeavy)",
+        ),
+    ],
+)
+def test_a_field_that_is_misspelt_is_answered_with_the_one_that_is_meant(edit: dict[str, Any], line: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        check_manifest(merge(LEAST, {"spec": edit}))
+    assert line in [str(problem) for problem in caught.value.problems]

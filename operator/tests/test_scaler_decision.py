@@ -135,6 +135,33 @@ def test_the_quantile_of_the_headroom_is_kept_from_the_beginning():
     assert decide(decide(state, OBSERVATION), OBSERVATION).demand.quantile == 0.5
 
 
+def test_no_engine_leaves_while_sliders_are_on_trial_and_more_come():
+    scaler = Watched(is_trial=True)
+    scaler.watch(6.0, 600.0)
+    assert set(scaler.watch(1.0, 900.0)) == {4}
+    assert scaler.watch(15.0, 300.0)[-1] >= 8
+
+
+def test_no_trial_keeps_more_engines_than_the_most():
+    assert set(Watched(is_trial=True, max_replicas=3).watch(1.0, 60.0)) == {3}
+
+
+def test_where_one_engine_serves_nothing_there_are_two_or_none():
+    scaler = Watched(min_replicas=0, least_serving=2, replicas=2)
+    assert set(scaler.watch(0.5, 900.0)) == {2}
+    assert scaler.watch(0.0, 400.0)[-1] == 0
+    assert scaler.watch(0.0, STEP_S, num_waiting=1, num_inside=1) == [2]
+
+
+def test_an_edit_begins_anew_and_keeps_the_demand():
+    scaler = Watched()
+    scaler.watch(6.0, 600.0)
+    scaler.state = restart(scaler.state, scaler.observation.now)
+    scaler.observation = replace(scaler.observation, replicas=9)
+    assert set(scaler.watch(6.0, 290.0)) == {9}
+    assert scaler.watch(6.0, 60.0)[-1] == 4
+
+
 # --- a plain reading -----------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from data_plane_harness import CheckingResponseStream, Harness, make_request
 from fake_engine import RESUME_S, expected_output, make_plan
 
 from sluice.v1 import engine_pb2, sampling_pb2
+from sluice_router.api.resumption.claimed_answers import prepare_found
 from sluice_router.errors import NoEngineError, QueueFullError, ShuttingDownError, TakenOverError, UnknownStreamError
 from sluice_router.scheduling.requests import FoundRequest, rewind
 from sluice_router.scheduling.resumption import claims, detachment
@@ -136,8 +137,13 @@ def make_found(*, num_output: int, reason: int | None, fence: int = 3, **ended) 
 
 @pytest.mark.parametrize(
     "reason",
-    [ABORTED, sampling_pb2.FINISH_REASON_HANDED_OFF, sampling_pb2.FINISH_REASON_RETURNED],
-    ids=["its client had left", "between hand-off and submit", "returned"],
+    [
+        ABORTED,
+        sampling_pb2.FINISH_REASON_HANDED_OFF,
+        sampling_pb2.FINISH_REASON_RETURNED,
+        sampling_pb2.FINISH_REASON_CLAIMED,
+    ],
+    ids=["its client had left", "between hand-off and submit", "returned", "refused behind a claim"],
 )
 @pytest.mark.parametrize("num_output", [0, 3])
 def test_what_no_engine_runs_is_recomputed(reason, num_output):
@@ -433,3 +439,41 @@ def test_a_caller_that_comes_back_has_another_deadline():
     harness.run()
     assert stream.error is None
     assert stream.finish is not None
+
+
+def test_an_owner_is_charged_for_what_is_made_here_alone():
+    harness = Harness(PD)
+    harness.router.apply_plan(
+        make_plan(PD, generation=2, owner_limits=[{"owner": "*", "concurrent_requests": 1, "weight": 1}])
+    )
+    harness.deliver()
+    found = make_found(num_output=3, reason=ABORTED)
+    new = make_request(20, 8, resume_key=KEY, owner="team", now=harness.clock.now_s)
+    new = replace(new, request_id=found.submit.request_id)
+    stream = CheckingResponseStream(list(new.prompt_token_ids), list(found.output_token_ids))
+    harness.router.adopt(found, new, stream, None)
+    harness.response_streams[new.request_id] = stream
+    assert harness.state.limiter.local["team"].running == 1
+    harness.run()
+    assert stream.finish is not None
+    assert harness.count("key_tokens", "team", "output") == 5
+    assert harness.count("key_tokens", "team", "prompt") == 0
+    assert harness.state.limiter.local["team"].running == 0
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_what_a_part_of_the_engines_knows_may_not_be_all(is_lost):
+    harness = Harness(PD)
+    results = claim(harness)
+    submit = engine_pb2.Submit(request_id="req-1", output_token_ids=[5], resume_key=KEY)
+    answer = engine_pb2.ClaimAnswer(resume_key=KEY, submit=submit)
+    answer.ended.reason = sampling_pb2.FINISH_REASON_HANDED_OFF
+    harness.router.handle_message(harness.engines["p0"], engine_pb2.AttachResponse(claim_answers=[answer]))
+    assert results == []
+    if is_lost:
+        harness.kill("d0")
+    else:
+        harness.deliver()
+    assert results[0].is_certain is not is_lost
+    with pytest.raises(NoEngineError if is_lost else UnknownStreamError):
+        prepare_found(results[0], 2)

@@ -117,3 +117,11 @@ async def test_a_call_that_breaks_before_its_first_part_ends_its_request(text):
         call.cancel()
         await first.wait(lambda: bool(first.cancelled))
         assert first.detached == []
+
+
+async def test_headers_of_http_are_refused_by_name(text):
+    async with serving_two(text) as (first, _, (router, _other)):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(router.Generate(ask(), metadata=(("x-sluice-resumable", "true"),)))
+        assert "is_resumable" in caught.value.details()
+        assert first.admitted == []

@@ -276,3 +276,35 @@ async def test_the_client_says_why_an_answer_is_lost(text):
             await anext(chunks)
         assert caught.value.code == "unknown_stream"
         assert first.admitted == []
+
+
+async def test_the_client_goes_on_when_its_router_leaves(text):
+    tokens = text.encode_now(ANSWER, add_special_tokens=False)
+    async with serving_two(text) as (client, first, second, urls):
+        body, texts, has_begun = make_chat(max_tokens=99), [], asyncio.Event()
+
+        async def read() -> None:
+            async for chunk in resumable_client.stream(client, urls, CHAT, body):
+                texts.append(chunk["choices"][0]["delta"].get("content", ""))
+                has_begun.set()
+
+        task = asyncio.create_task(read())
+        await emit_when_asked(first, tokens[:4])
+        [request_id] = first.live
+        await has_begun.wait()
+        first.fail(request_id, ShuttingDownError("leaving", retry_after_s=1.0))
+        await second.wait(lambda: bool(second.adopted))
+        second.emit(request_id, tokens[4:])
+        second.finish(request_id, LENGTH)
+        await task
+        assert "".join(texts) == ANSWER
+
+
+async def test_the_client_sends_its_request_again_where_nothing_of_the_answer_came(text):
+    async with serving_two(text) as (client, first, second, urls):
+        first.script = second.script = lambda _: text.encode_now(ANSWER, add_special_tokens=False)
+        progress = resumable_client.Progress(capability="a" * 32)
+        chunks = resumable_client.stream(client, urls, CHAT, make_chat(max_tokens=99), progress=progress)
+        texts = [chunk["choices"][0]["delta"].get("content", "") async for chunk in chunks]
+        assert "".join(texts) == ANSWER
+        assert (len(first.admitted), len(second.admitted)) == (0, 1)

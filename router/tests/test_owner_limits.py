@@ -82,6 +82,18 @@ def test_tokens_are_reserved_and_what_is_not_used_is_given_back() -> None:
     assert count_admitted(limiter, NOW + 2) == 0
 
 
+def test_a_request_that_another_router_admitted_counts_and_is_never_refused() -> None:
+    limiter = make_limiter(concurrent_requests=2, tokens_per_minute=1000)
+    taken = [limiter.take_over("alice", 10, NOW) for _ in range(3)]
+    with pytest.raises(OwnerLimitError, match="concurrent_requests of alice is 2: 3 are in use"):
+        limiter.admit("alice", 1, NOW)
+    for reservation in taken:
+        assert reservation is not None
+        limiter.end(reservation, 5, NOW)
+    assert limiter.local["alice"].running == 0
+    assert limiter.take_over("bob", 10, NOW) is None
+
+
 def test_an_end_after_the_minute_gives_nothing_back_twice() -> None:
     limiter = make_limiter(tokens_per_minute=100, concurrent_requests=2)
     first = limiter.admit("alice", 100, NOW)

@@ -146,6 +146,7 @@ _PARAMETER_READERS: dict[str, Callable[[str], object]] = {
     "prefill_order": lambda text: PrefillOrder(_read_choice(PrefillOrder)(text)),
     "grant_wait_s": _read_number(1e-3, 25.0),
     "tpot_share": _read_number(0.0, 1.0),
+    "least_prefill_share": _read_number(0.0, 1.0),
     "late_ttft_factor": _read_number(1.0, 4.0),
     "pack_share": _read_number(0.0, 1.0),
     "credit_s": _read_number(0.0, 1e3),

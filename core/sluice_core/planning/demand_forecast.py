@@ -8,10 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 BIN_S = 15.0  # arrivals are counted in bins of so long
-LEVEL_S = 60.0  # what arrives now is what arrived in so long
-_LEAST_TREND_S = 600.0  # a trend is that of so long, or of as long as it reaches ahead
+LEVEL_S = 150.0  # what arrives now is the mean of so long: a shorter one wavers, and each wave would cost engines
+JUMP_S = 60.0  # unless the last of it is higher, beyond what comes by chance
+_JUMP_RATIO = 1.2
+_CHANCE = 4.0  # standard deviations of requests that come at random
+_LEAST_TREND_S = 1200.0  # a trend is that of so long, or of so many times as long as it reaches ahead
+_TREND_LEADS = 3.0
 _MOST_TREND_S = 1800.0
 _MOST_GROWTH = 1.5  # a trend says no more than that of what comes
+_MOST_HEADROOM = 1.5  # what no forecast foresees is not covered by engines that wait for it
 _KEPT_ERRORS = 720
 _ENOUGH_ERRORS = 40
 _FIRST_HEADROOM = 1.2  # until so many errors are known
@@ -32,7 +37,7 @@ class DemandForecast:
     """
 
     lead_s: float
-    quantile: float = 0.9
+    quantile: float = 0.85
     counts: tuple[float, ...] = ()
     bin_start_s: float | None = None
     bin_count: float = 0.0
@@ -55,20 +60,25 @@ class DemandForecast:
 
     @property
     def level_rps(self) -> float:
-        """Arrivals per second now."""
-        return _mean(self.counts[-int(LEVEL_S / BIN_S) :]) / BIN_S
+        """Arrivals per second now: the mean of ``LEVEL_S``, or of ``JUMP_S`` where the rate has jumped."""
+        level = _mean(self.counts[-int(LEVEL_S / BIN_S) :])
+        last = self.counts[-int(JUMP_S / BIN_S) :]
+        expected = level * len(last)
+        chance = _CHANCE / math.sqrt(expected) if expected > 0.0 else 0.0
+        has_jumped = _mean(last) > level * max(_JUMP_RATIO, 1.0 + chance)
+        return (_mean(last) if has_jumped else level) / BIN_S
 
     @property
     def forecast_rps(self) -> float:
         """Arrivals per second to expect within ``lead_s``: now's, or more where they grow."""
-        num_bins = int(min(max(_LEAST_TREND_S, self.lead_s), _MOST_TREND_S) / BIN_S)
+        num_bins = int(min(max(_LEAST_TREND_S, _TREND_LEADS * self.lead_s), _MOST_TREND_S) / BIN_S)
         recent = self.counts[-num_bins:]
         level = self.level_rps
         if len(recent) < num_bins // 2:
             return level
         slope = _compute_slope(recent) / BIN_S / BIN_S
-        # What falls may stop falling: that is for the next forecast to see.
-        return min(level + max(slope, 0.0) * self.lead_s, _MOST_GROWTH * level)
+        # The level is that of half its time ago. What falls may stop falling: that is for the next forecast to see.
+        return min(level + max(slope, 0.0) * (self.lead_s + LEVEL_S / 2.0), _MOST_GROWTH * level)
 
     @property
     def headroom(self) -> float:
@@ -76,7 +86,8 @@ class DemandForecast:
         if len(self.errors) < _ENOUGH_ERRORS:
             return _FIRST_HEADROOM
         ordered = sorted(self.errors)
-        return max(1.0, ordered[min(int(self.quantile * len(ordered)), len(ordered) - 1)])
+        enough = ordered[min(int(self.quantile * len(ordered)), len(ordered) - 1)]
+        return min(max(1.0, enough), _MOST_HEADROOM)
 
 
 def _close_bin(demand: DemandForecast, count: float) -> DemandForecast:

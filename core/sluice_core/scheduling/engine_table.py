@@ -75,6 +75,7 @@ class EngineTable:
         self._num_added = 0
         self._has_uniform_chunk_size = True
         self._iteration_limit_s = math.inf
+        self._least_prefill_s = 0.0
         self._separates_phases = False
 
     def __len__(self) -> int:
@@ -123,10 +124,15 @@ class EngineTable:
         """True when all engines that do not drain have one chunk size: no transfer, no flow."""
         return self._has_uniform_chunk_size
 
-    def limit_iterations(self, limit_s: float) -> None:
-        """Set how long iterations with prefills take at most; engines then take that many prefill tokens in each."""
-        if limit_s != self._iteration_limit_s:
-            self._iteration_limit_s = limit_s
+    def limit_iterations(self, limit_s: float, least_prefill_s: float = 0.0) -> None:
+        """Set how long iterations with prefills take at most; engines then take that many prefill tokens in each.
+
+        Args:
+            limit_s: The limit.
+            least_prefill_s: Time that prefills have beside decodes in any case.
+        """
+        if (limit_s, least_prefill_s) != (self._iteration_limit_s, self._least_prefill_s):
+            self._iteration_limit_s, self._least_prefill_s = limit_s, least_prefill_s
             self._stale.update(self._states)
 
     def separate_phases(self, *, separates: bool) -> None:
@@ -303,6 +309,7 @@ class EngineTable:
                 state.room_tokens,
                 num_decodes,
                 context_tokens,
+                least_prefill_s=self._least_prefill_s,
             )
             # Without decodes the chunk size alone limits an iteration: prompts do not wait for ever for an engine
             # that is fast enough.

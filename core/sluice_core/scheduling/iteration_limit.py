@@ -26,7 +26,13 @@ class SlackRoom:
 
 
 def fit_prefill_room(
-    latency: LatencyModel, limit_s: float, most_tokens: int, num_decodes: int, decode_context_tokens: int
+    latency: LatencyModel,
+    limit_s: float,
+    most_tokens: int,
+    num_decodes: int,
+    decode_context_tokens: int,
+    *,
+    least_prefill_s: float = 0.0,
 ) -> SlackRoom:
     """Find the most prefill tokens with which an iteration ends within a limit, to within 1 %.
 
@@ -36,8 +42,11 @@ def fit_prefill_room(
         most_tokens: Most tokens to try.
         num_decodes: Decodes of the iteration.
         decode_context_tokens: Sum of their contexts.
+        least_prefill_s: Time that prefills have beside decodes in any case, whatever the limit.
     """
     least_s = _estimate_s(latency, 0, num_decodes, decode_context_tokens)
+    if num_decodes and least_prefill_s > 0.0:
+        limit_s = max(limit_s, least_s + least_prefill_s)
     most_s = _estimate_s(latency, most_tokens, num_decodes, decode_context_tokens)
     low, low_s, high = 0, least_s, most_tokens
     if most_s <= limit_s:

@@ -2,6 +2,9 @@
 
 A decode's *slack* is the time until its TPOT so far passes its share of the objective. An iteration gets as many
 prefill tokens as end before the least slack of all is used up. Without decodes the chunk size alone limits it.
+
+Prompts get a share of the TPOT objective in any case. Decodes that have just begun have no slack yet, and one that is
+behind catches up by a millisecond or two an iteration: prompts that waited for these would be late by seconds.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class SlackBatching(ChunkedPrefillPolicy):
     def __init__(self, parameters: FlowParameters, *, counts_decodes: bool = True) -> None:
         super().__init__(counts_decodes=counts_decodes)
         self._tpot_share = parameters.tpot_share
+        self._least_prefill_share = parameters.least_prefill_share
         self._packs = parameters.pack_share > 0.0
         self._decodes: DecodeSet | None = None
         self._latency: LatencyModel | None = None
@@ -61,6 +65,7 @@ class SlackBatching(ChunkedPrefillPolicy):
             room_tokens,
             ahead,
             engine.decode_context_tokens,
+            least_prefill_s=self._least_prefill_share * self._decodes.least_tpot_slo_s if len(self._decodes) else 0.0,
         )
         self._room_per_work = room.per_work
         return room.tokens

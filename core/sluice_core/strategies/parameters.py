@@ -72,6 +72,7 @@ GRANT_WAIT_MILLISECONDS = Parameter(
     name="grant_wait_milliseconds", default="10000", low=1, high=25_000, unit="milliseconds"
 )
 TPOT_SHARE = Parameter(name="tpot_share_percent", default="98", low=50, high=100, unit="percent")
+LEAST_PREFILL = Parameter(name="least_prefill_percent", default="10", low=0, high=100, unit="percent")
 LATE_TTFT_FACTOR = Parameter(name="late_ttft_factor_percent", default="300", low=100, high=400, unit="percent")
 PACK_SHARE = Parameter(name="pack_share_percent", default="70", low=0, high=100, unit="percent")
 CREDIT = Parameter(name="credit_milliseconds", default="100", low=0, high=10_000, unit="milliseconds")
@@ -99,6 +100,7 @@ PARAMETERS = (
     BATCH_TOKEN_BUDGET,
     GRANT_WAIT_MILLISECONDS,
     TPOT_SHARE,
+    LEAST_PREFILL,
     LATE_TTFT_FACTOR,
     PACK_SHARE,
     CREDIT,
@@ -138,6 +140,7 @@ def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], stra
         batch_token_budget=int(read[BATCH_TOKEN_BUDGET.name]),
         grant_wait_s=int(read[GRANT_WAIT_MILLISECONDS.name]) / 1e3,
         tpot_share=int(read[TPOT_SHARE.name]) / 100,
+        least_prefill_share=int(read[LEAST_PREFILL.name]) / 100,
         late_ttft_factor=int(read[LATE_TTFT_FACTOR.name]) / 100,
         pack_share=int(read[PACK_SHARE.name]) / 100,
         credit_s=int(read[CREDIT.name]) / 1000,
@@ -165,6 +168,7 @@ def format_parameters(rows: tuple[Parameter, ...], parameters: FlowParameters) -
         BATCH_TOKEN_BUDGET.name: str(parameters.batch_token_budget),
         GRANT_WAIT_MILLISECONDS.name: str(round(parameters.grant_wait_s * 1e3)),
         TPOT_SHARE.name: str(round(parameters.tpot_share * 100)),
+        LEAST_PREFILL.name: str(round(parameters.least_prefill_share * 100)),
         LATE_TTFT_FACTOR.name: str(round(parameters.late_ttft_factor * 100)),
         PACK_SHARE.name: str(round(parameters.pack_share * 100)),
         CREDIT.name: str(round(parameters.credit_s * 1000)),

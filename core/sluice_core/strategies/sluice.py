@@ -19,6 +19,7 @@ from sluice_core.strategies.parameters import (
     CREDIT,
     EARLY_REJECTION,
     LATE_TTFT_FACTOR,
+    LEAST_PREFILL,
     PACK_SHARE,
     TPOT_SHARE,
     WATERMARK,
@@ -49,7 +50,8 @@ class SlackRouter(RoleRouter):
         requests = list(waiting)
         tpot_slo_s = min((request.slo.tpot_s for request in requests), default=math.inf)
         if tpot_slo_s < math.inf:
-            engines.limit_iterations(self._slack_placement.parameters.tpot_share * tpot_slo_s)
+            parameters = self._slack_placement.parameters
+            engines.limit_iterations(parameters.tpot_share * tpot_slo_s, parameters.least_prefill_share * tpot_slo_s)
         return super().assign(now, requests, engines)
 
     def compute_urgency(
@@ -99,7 +101,7 @@ class SluiceRules:
 SLUICE = Strategy(
     name="sluice",
     title="Sluice",
-    parameters=(CREDIT, EARLY_REJECTION, LATE_TTFT_FACTOR, PACK_SHARE, TPOT_SHARE, WATERMARK),
+    parameters=(CREDIT, EARLY_REJECTION, LATE_TTFT_FACTOR, LEAST_PREFILL, PACK_SHARE, TPOT_SHARE, WATERMARK),
     sliders=SliderUse(varies_ratio=False, varies_prefill_tokens=False, varies_decode_tokens=False),
     policies=SluiceRules(),
     has_flow=False,

@@ -72,6 +72,7 @@ class SubmitHandler:
             self._refuse(session, submit, f"slot: {submit.slot} is in use")
             return replaced, None
         if self._sessions.resumable.refuses(submit, session.router_id):
+            self._sessions.resumable.keep_refused(session, submit, self._clock())
             session.add_claimed(submit.slot)
             session.report_submits(None)
             return replaced, None

@@ -106,6 +106,8 @@ class ParametersSpec(ManifestModel):
     Then it is recomputed and decodes where that is done."""
     tpot_share_percent: Annotated[int, Field(strict=True, ge=50, le=100)] = 98
     """Sluice: share of the TPOT objective that prefills may use up beside decodes."""
+    least_prefill_percent: Annotated[int, Field(strict=True, ge=0, le=100)] = 10
+    """Sluice: share of the TPOT objective that waiting prompts get in each iteration, however late decodes are."""
     late_ttft_factor_percent: Annotated[int, Field(strict=True, ge=100, le=400)] = 300
     """Sluice: a prompt that can no longer meet its TTFT objective waits as if it were so many times as long.
     100: it keeps its place."""

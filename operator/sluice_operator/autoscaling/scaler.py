@@ -215,6 +215,8 @@ class Scaler:
     def _decide(self, inputs: ScalerInputs) -> None:
         assert self._scale is not None, "autoscaling is on"
         self._checked_s = self._now()
+        if any(map(is_older, inputs.statuses)):
+            return
         observation = self._observe(inputs, self._scale)
         self._state = decision.decide(self._state, observation)
         replicas = self._state.replicas
@@ -263,6 +265,9 @@ class Scaler:
         """Makes the request for a search; or says what is missing."""
         spec, most = inputs.cluster.spec, inputs.cluster.spec.autoscaling.max_replicas
         assert most is not None, "required by every mode but Disabled"
+        if any(map(is_older, inputs.statuses)):
+            message = "routers are older than the operator and do not count what arrives; the number stays as it is"
+            return None, (Reason.NO_SAMPLE, message)
         workload = read_workload(inputs.statuses)
         if workload is None:
             message = f"routers have sampled fewer than {MIN_REQUESTS} requests; the number stays within its bounds"
@@ -287,6 +292,11 @@ class Scaler:
                 self._scale = replace(self._scale, capacity=result)
         self._task, self._ended_s = None, self._now()
         self._enqueue()
+
+
+def is_older(status: control_pb2.GetStatusResponse) -> bool:
+    """Whether a router is of a release that does not count what arrives: it would look idle."""
+    return not status.num_arrived and any(counters.num_finished for counters in status.classes)
 
 
 def count_least_serving(spec: ServingClusterSpec) -> int:

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from sluice.grpc_credentials import make_server_credentials
 from sluice.v1 import resume_pb2, router_pb2, router_pb2_grpc
 from sluice_router.api import grpc_fields
-from sluice_router.api.objectives import read_objectives
+from sluice_router.api.objectives import CAPABILITY_HEADER, RESUMABLE_HEADER, read_objectives
 from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, SluiceOptions, check
 from sluice_router.api.request_preparation import (
     Caller,
@@ -145,6 +145,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> PreparedRequest:
         options = check(SluiceOptions, grpc_fields.read_options(request))
         metadata = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+        if found := {RESUMABLE_HEADER, CAPABILITY_HEADER} & metadata.keys():
+            name = min(found)
+            raise FieldError(name, f"{name}: over gRPC the request's fields is_resumable and resume say so")
         remaining_s = context.time_remaining()
         caller = Caller(
             arrival_s=arrival_s,

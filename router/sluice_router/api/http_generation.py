@@ -39,9 +39,10 @@ class HttpStream:
 
     Attributes:
         is_lost: The client had gone when something was to be written.
+        keeps_connection: Whether the head says that the connection stays open behind it.
     """
 
-    __slots__ = ("_connection", "_held", "_is_chunked", "_is_over", "_transport", "is_lost")
+    __slots__ = ("_connection", "_held", "_is_chunked", "_is_over", "_transport", "is_lost", "keeps_connection")
 
     def __init__(self, connection: web.RequestHandler, *, is_chunked: bool) -> None:
         self._connection = connection
@@ -50,6 +51,7 @@ class HttpStream:
         self._held: list[bytes] | None = None
         self._is_over = False
         self.is_lost = False
+        self.keeps_connection = True
 
     @property
     def is_writable(self) -> bool:
@@ -280,13 +282,12 @@ class HttpGeneration:
         connection = connection_of(request)
         try:
             connection.watch(leave)
-            keeps_connection = self._keeps_connection(request)
             stream = None
             if self._plane.is_holding:
-                stream = await self._comment(request, progress, headers, keeps_connection=keeps_connection)
+                stream = await self._comment(request, progress, headers)
             if stream is None:
                 await progress.wait_first()
-                stream = self._open(request, headers, keeps_connection=keeps_connection)
+                stream = self._open(request, headers)
             connection.attach(response_streams, stream)
             for response_stream in response_streams:
                 response_stream.open(stream, self._plane.now())
@@ -297,10 +298,10 @@ class HttpGeneration:
         finally:
             if not progress.is_over:
                 leave()
-        return WrittenResponse(keeps_connection=keeps_connection)
+        return WrittenResponse(keeps_connection=stream.keeps_connection)
 
     async def _comment(
-        self, request: web.BaseRequest, progress: AnswerProgress, headers: dict[str, str], *, keeps_connection: bool
+        self, request: web.BaseRequest, progress: AnswerProgress, headers: dict[str, str]
     ) -> HttpStream | None:
         """Begins the answer with comments while a request is held, so that neither client nor proxy gives up.
 
@@ -310,7 +311,7 @@ class HttpGeneration:
         stream: HttpStream | None = None
         while not await progress.wait_news(self._comment_interval_s):
             if stream is None:
-                stream = self._open(request, headers, keeps_connection=keeps_connection)
+                stream = self._open(request, headers)
                 stream.release()
             stream.write(openai_responses.HELD_COMMENT)
         return stream
@@ -331,9 +332,9 @@ class HttpGeneration:
         # HTTP/1.0 has no other end of a body whose length is not known, whatever the client says of keep-alive.
         return request.keep_alive and not self.is_closing and request.version >= HttpVersion11
 
-    def _open(self, request: web.BaseRequest, headers: dict[str, str], *, keeps_connection: bool) -> HttpStream:
+    def _open(self, request: web.BaseRequest, headers: dict[str, str]) -> HttpStream:
         """Begins a stream with the answer's head."""
-        version = request.version
+        version, keeps_connection = request.version, self._keeps_connection(request)
         is_chunked = version >= HttpVersion11
         lines = [f"HTTP/{version.major}.{version.minor} 200 OK", *FIXED_LINES, f"Date: {rfc822_formatted_time()}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
@@ -342,5 +343,6 @@ class HttpGeneration:
             if not keeps_connection:
                 lines.append("Connection: close")
         stream = HttpStream(connection_of(request), is_chunked=is_chunked)
+        stream.keeps_connection = keeps_connection
         stream.hold("\r\n".join([*lines, "", ""]).encode())
         return stream

@@ -151,12 +151,33 @@ class OwnerLimiter:
         limits = self.find_limits(owner)
         if limits is None:
             return None
-        second = math.floor(now)
         local = self.local.setdefault(owner, LocalUsage())
         # A request larger than the limit would never be admitted; it counts as the whole minute.
         tokens = min(tokens, limits.tokens_per_minute or tokens)
         self._check(owner, limits, local, tokens, now)
-        local.add(second, 1, tokens)
+        return self._reserve(owner, local, 1, tokens, now)
+
+    def take_over(self, owner: str, tokens: int, now: float) -> Reservation | None:
+        """Counts a request in that another router has admitted: it runs, within the limits or not.
+
+        Args:
+            owner: Whose key it came with; empty: nobody's.
+            tokens: Most tokens that it will use here.
+            now: The router's clock.
+
+        Returns:
+            As ``admit``.
+        """
+        limits = self.find_limits(owner)
+        if limits is None:
+            return None
+        local = self.local.setdefault(owner, LocalUsage())
+        local.advance(math.floor(now))
+        return self._reserve(owner, local, 0, min(tokens, limits.tokens_per_minute or tokens), now)
+
+    def _reserve(self, owner: str, local: LocalUsage, num_requests: int, tokens: int, now: float) -> Reservation:
+        second = math.floor(now)
+        local.add(second, num_requests, tokens)
         local.running += 1
         local.recent.append((now, tokens))
         self._note_change(owner, local, second)

@@ -136,11 +136,16 @@ def _remove(state: RouterState, request: LiveRequest, num_output: int, now: floa
 
 
 def _settle(state: RouterState, request: LiveRequest, num_output: int, now: float) -> None:
-    """Counts the tokens that were computed for an owner, whatever the end; without a first token it is none."""
-    prompt_tokens = 0 if request.first_token_s is None else len(request.new.prompt_token_ids)
+    """Counts the tokens that were computed for an owner, whatever the end; without a first token it is none.
+
+    Those of a request that another router had first count there, up to where this one went on.
+    """
+    has_run = request.first_token_s is not None
+    prompt_tokens = len(request.new.prompt_token_ids) if has_run and not request.is_adopted else 0
+    num_output = max(0, num_output - request.num_adopted_tokens)
     if request.reservation is not None:
         state.limiter.end(request.reservation, prompt_tokens + num_output, now)
-    if request.new.owner and prompt_tokens:
+    if request.new.owner and has_run:
         state.fair_share.charge(request.new.owner, num_output, state.limiter.find_weight(request.new.owner))
         owner = state.metrics.label_owner(request.new.owner)
         state.metrics.count("key_tokens", owner, "prompt", by=prompt_tokens)

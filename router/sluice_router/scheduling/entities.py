@@ -62,6 +62,7 @@ class LiveRequest:
         prompt_hashes: Hashes of its prompt, by the scheme of the engines, while it waits.
         route: Its parts, while the first one runs; empty: it is not split, or the next part runs.
         is_adopted: Another router had it first.
+        num_adopted_tokens: Output tokens that it had then.
     """
 
     request_id: RequestId
@@ -95,6 +96,7 @@ class LiveRequest:
     prompt_hashes: dict[PrefixScheme, PromptHashes] = field(default_factory=dict)
     route: tuple[Leg, ...] = ()
     is_adopted: bool = False
+    num_adopted_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -78,6 +78,7 @@ class FoundRequest:
         ended: How its part on that engine ended; None: it has not.
         live: The data plane's record of it, where this router has it already.
         logprobs: Of its tokens, by their index, as far as engines still have them.
+        is_certain: False where an engine could not be asked, which may have more of it.
     """
 
     submit: engine_pb2.Submit
@@ -88,6 +89,7 @@ class FoundRequest:
     ended: engine_pb2.Finished | None = None
     live: object | None = None
     logprobs: Mapping[int, engine_pb2.TokenLogprobs] = field(default_factory=dict)
+    is_certain: bool = True
 
 
 def rewind(found: FoundRequest, num_tokens: int) -> FoundRequest:

@@ -395,7 +395,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "target": ("migration", ""),
     # ConnectedEngine: what it says
     "last_heard_s": ("router token_delivery", "each message; the router adds its own pauses"),
-    "progress_s": ("failover router token_delivery", "each report; an idle engine makes progress by being idle"),
+    "progress_s": ("engine_registry router token_delivery", "each report; an idle engine makes progress by being idle"),
     "load": ("token_delivery", ""),
     "num_iterations": ("token_delivery", ""),
     "prefix_sequence": ("prefixes", ""),

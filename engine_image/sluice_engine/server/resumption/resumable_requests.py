@@ -11,10 +11,12 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from sluice.v1 import engine_pb2 as wire
+from sluice.v1 import sampling_pb2
+from sluice_engine.server.router_session import RouterRequest
 
 if TYPE_CHECKING:
     from sluice_engine.server.counters import ServerCounters
-    from sluice_engine.server.router_session import RouterRequest, RouterSession
+    from sluice_engine.server.router_session import RouterSession
 
 # A router's state of an answer is a few hundred bytes, and longer with long stop strings.
 MAX_STATE_BYTES = 16 << 10
@@ -60,6 +62,17 @@ class ResumableRequests:
         self._drop_end(submit.resume_key)
         request.submit, request.submitted_s = submit, now_s
         self._by_key[submit.resume_key] = request
+
+    def keep_refused(self, session: RouterSession, submit: wire.Submit, now_s: float) -> None:
+        """Keeps what a refused submit brought: its router may have had more of the request than any engine."""
+        known = self._by_key.get(submit.resume_key)
+        if known is not None and (known.ended is None or known.fence >= submit.fence):
+            return
+        num_tokens = len(submit.output_token_ids)
+        request = RouterRequest(session, "", submit.request_id, submit.fence, None, num_tokens)
+        finished = wire.Finished(reason=sampling_pb2.FINISH_REASON_CLAIMED, num_output_tokens=num_tokens)
+        self.enter(request, submit, now_s)
+        self.keep_end(request, finished, now_s)
 
     def keep_end(self, request: RouterRequest, finished: wire.Finished, now_s: float) -> None:
         """Keeps what a request had when it ended here."""

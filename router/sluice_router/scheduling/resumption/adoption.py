@@ -124,6 +124,8 @@ def _make_live(
         lost_since_s=now if num_output else None,
         reset_at_tokens=found.num_tokens_before - submit.output_tokens_since_reset,
         is_adopted=True,
+        num_adopted_tokens=num_output,
+        reservation=state.limiter.take_over(new.owner, new.sampling.max_tokens - num_output, now),
         num_hand_offs=history.num_hand_offs + submit.HasField("kv"),
         num_recoveries=history.num_recoveries,
         cached_tokens=max(history.num_cached_tokens, 0 if found.ended is None else found.ended.num_cached_tokens),

@@ -115,6 +115,7 @@ def _conclude(state: RouterState, key: bytes, pending: PendingClaim) -> None:
         engine=None if answer.HasField("ended") else engine,
         ended=answer.ended if answer.HasField("ended") else None,
         logprobs=_gather_logprobs(pending.answers),
+        is_certain=_is_certain(state, pending),
     )
     results.append((pending.taker, found))
 
@@ -141,11 +142,16 @@ def _drop(state: RouterState, engine: ConnectedEngine, answer: engine_pb2.ClaimA
 
 
 def _explain_absence(state: RouterState, pending: PendingClaim) -> NoEngineError | UnknownStreamError:
-    endpoints = state.engines.endpoints.values()
-    is_certain = bool(state.engines.connected) and not pending.awaited and not pending.has_lost_engine
-    if is_certain and all(item.engine is not None and not item.engine.is_lost for item in endpoints):
+    if _is_certain(state, pending):
         return UnknownStreamError("no engine knows the answer: it is too long ago, or the capability is wrong")
     return NoEngineError("engines that may know the answer cannot be asked now", retry_after_s=RETRY_S)
+
+
+def _is_certain(state: RouterState, pending: PendingClaim) -> bool:
+    """Whether every engine that there is has answered."""
+    endpoints = state.engines.endpoints.values()
+    has_all = bool(state.engines.connected) and not pending.awaited and not pending.has_lost_engine
+    return has_all and all(item.engine is not None and not item.engine.is_lost for item in endpoints)
 
 
 def _describe_live(request: LiveRequest, now: float) -> FoundRequest:
