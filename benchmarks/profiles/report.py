@@ -15,7 +15,7 @@ from sluice_core.latency.measured_profiles import ProfileKind, load_model_on_gpu
 
 if TYPE_CHECKING:
     from sluice_core.latency.architecture import Architecture
-    from sluice_core.latency.kernel_fit import Fit
+    from sluice_core.latency.least_squares import Fit
 
 # GPUs per engine that hold the model on the smallest of the GPUs.
 SHOWN = (

@@ -4,16 +4,14 @@ from hypothesis import strategies as st
 
 from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.batching import (
-    MIN_PROGRESS_INTERVAL_S,
-    MIN_PROGRESS_TOKENS,
     PRIORITY_HEAD_START_S,
     RECOMPUTE_TOKENS,
     BatchLimits,
-    ChunkedPrefillPolicy,
     EngineBatch,
     EnginePolicy,
     RequestKind,
 )
+from sluice_core.scheduling.chunked_batching import MIN_PROGRESS_INTERVAL_S, MIN_PROGRESS_TOKENS, ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_set import DecodeSet
 
 POLICY = ChunkedPrefillPolicy()

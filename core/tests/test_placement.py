@@ -34,7 +34,8 @@ from sluice_core.records import (
     Place,
     Reject,
 )
-from sluice_core.scheduling.batching import ChunkedPrefillPolicy, RequestKind
+from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.engine_table import (
     PROVEN_OBSERVATIONS,
     SHARE_MARGIN_TOKENS,

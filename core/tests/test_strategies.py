@@ -6,7 +6,7 @@ from test_simulation import SLO, make_engines
 
 from sluice_core.records import EarlyRejection, FlowParameters, MoveCause, Role
 from sluice_core.scheduling.baselines import RoundRobinPlacement
-from sluice_core.scheduling.batching import ChunkedPrefillPolicy
+from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy
 from sluice_core.sim.cell import Arrival, Cell
 from sluice_core.sim.simulation import Simulation

@@ -16,7 +16,7 @@ from sluice_engine.kv_transfer.transport_in_use import TransportLog
 from sluice_engine.processes import StopSignal, leave
 from sluice_engine.settings import parse_settings
 from sluice_engine.startup.model_check import check_model
-from sluice_engine.versions import SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
+from sluice_engine.supported_versions import SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from sluice_engine.errors import UnsupportedVllmError
 from sluice_engine.kv_transfer import nixl_progress
-from sluice_engine.versions import SUPPORTED_NIXL, SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
+from sluice_engine.supported_versions import SUPPORTED_NIXL, SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
 
 # Overridden or called: owner -> method -> parameters, in order.
 SIGNATURES: dict[type, dict[str, str]] = {

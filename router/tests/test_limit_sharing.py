@@ -13,8 +13,8 @@ from sluice.v1 import engine_pb2, plan_pb2
 from sluice_core.records import OwnerLimits
 from sluice_engine.server.usage_relay import UsageRelay
 from sluice_router.errors import OwnerLimitError
-from sluice_router.limits.limiter import OwnerLimiter
-from sluice_router.limits.sharing import UsageSharing
+from sluice_router.owner_limits.limiter import OwnerLimiter
+from sluice_router.owner_limits.sharing import UsageSharing
 
 LIMIT = 300
 TICK_S = 0.05

@@ -20,10 +20,10 @@ from sluice_core.latency.iteration_profile import (
     IterationProfile,
     ModelOnGpu,
 )
-from sluice_core.latency.kernel_fit import fit_times
 from sluice_core.latency.kernels import NS, Kernels, interpolate, load_data, load_kernels
 from sluice_core.latency.known_gpus import find_gpu
 from sluice_core.latency.known_models import find_architecture, find_model
+from sluice_core.latency.least_squares import fit_times
 
 TABLE_TOKENS = 16_384
 # Share of a GPU's memory that vLLM may fill, and what its activations take of it.

@@ -13,7 +13,8 @@ from typing import Final
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import FlowParameters, MoveCause, MoveProposal
-from sluice_core.scheduling.batching import BatchLimits, ChunkedPrefillPolicy, EngineBatch
+from sluice_core.scheduling.batching import BatchLimits, EngineBatch
+from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import MAX_STANDING_PROPOSALS, propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.iteration_limit import fit_prefill_room

@@ -9,7 +9,8 @@ from itertools import islice
 
 from sluice_core.records import Decision, EngineId, FlowParameters, MoveCause, MoveProposal, PrefillRequest, Role
 from sluice_core.scheduling.baselines import PLACEMENTS
-from sluice_core.scheduling.batching import ChunkedPrefillPolicy, EnginePolicy
+from sluice_core.scheduling.batching import EnginePolicy
+from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_table import EngineTable

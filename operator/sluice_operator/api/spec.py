@@ -15,6 +15,7 @@ from sluice_operator.api.autoscaling_spec import AutoscalingSpec
 from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.field_types import (
     DISABLED_IS_OFF,
+    MAX_ENGINES,
     OPTIONAL_RESOURCE_NAME,
     CountOrPercentage,
     ErrorRate,
@@ -429,7 +430,7 @@ class AutotuneSpec(ManifestModel):
 class SpecFields(ManifestModel):
     """What the user wants; ``ServingClusterSpec`` adds the rules that tie fields together."""
 
-    replicas: Annotated[int, FieldEffect.LIVE, Field(strict=True, ge=1, le=1024)] = 2
+    replicas: Annotated[int, FieldEffect.LIVE, Field(strict=True, ge=1, le=MAX_ENGINES)] = 2
     """Number of engines. In force without a restart; streams of removed engines continue on others."""
     prefill_heavy: Annotated[CountOrPercentage, FieldEffect.LIVE] = "50%"
     """P-heavy engines (slider R_PD), as a count or a share of replicas, rounded half up. In force without a restart.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sluice_core.scheduling.engine_table import EngineTable
     from sluice_core.scheduling.holding import Urgency
     from sluice_core.strategies.interface import RouterPolicy
-    from sluice_router.limits.limiter import Reservation
+    from sluice_router.owner_limits.limiter import Reservation
     from sluice_router.scheduling.requests import NewRequest, ResponseStream
     from sluice_router.scheduling.state import EnginePool, RequestQueues, RouterState
 

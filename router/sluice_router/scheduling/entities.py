@@ -17,8 +17,8 @@ from sluice_router.observability.metrics import EngineTraffic
 if TYPE_CHECKING:
     from sluice_core.records import EngineId, Leg, MoveCause, RequestId, Role, Slo
     from sluice_core.scheduling.engine_table import EngineConfig
-    from sluice_router.limits.limiter import Reservation
     from sluice_router.observability.metrics import Histogram
+    from sluice_router.owner_limits.limiter import Reservation
     from sluice_router.scheduling.requests import ClaimTaker, NewRequest, ResponseStream
     from sluice_router.text.prompt_hashes import PrefixScheme, PromptHashes
 

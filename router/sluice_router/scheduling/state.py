@@ -16,10 +16,10 @@ from sluice_core.records import RequestId
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.fair_share import FairShare
 from sluice_core.slo import AttainmentCounters
-from sluice_router.limits.limiter import OwnerLimiter
-from sluice_router.limits.sharing import UsageSharing
 from sluice_router.observability.decision_log import DecisionLog
 from sluice_router.observability.metrics import RouterMetrics
+from sluice_router.owner_limits.limiter import OwnerLimiter
+from sluice_router.owner_limits.sharing import UsageSharing
 
 if TYPE_CHECKING:
     import random

@@ -12,7 +12,8 @@ from typing import Final
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import MoveProposal
-from sluice_core.scheduling.batching import BatchLimits, ChunkedPrefillPolicy, EngineBatch, PhaseReport
+from sluice_core.scheduling.batching import BatchLimits, EngineBatch, PhaseReport
+from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
 

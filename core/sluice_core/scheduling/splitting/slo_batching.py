@@ -11,7 +11,8 @@ import math
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import FlowParameters, IterationShape, MoveCause, MoveProposal
-from sluice_core.scheduling.batching import BatchLimits, ChunkedPrefillPolicy, EngineBatch
+from sluice_core.scheduling.batching import BatchLimits, EngineBatch
+from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.splitting.profile_table import ProfileTable

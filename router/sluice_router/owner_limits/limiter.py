@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sluice_router.errors import MIN_RETRY_S, OwnerLimitError
-from sluice_router.limits.usage import OwnerUsage
+from sluice_router.owner_limits.usage import OwnerUsage
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -10,14 +10,14 @@ import math
 from typing import TYPE_CHECKING
 
 from sluice.v1 import engine_pb2
-from sluice_router.limits.limiter import Peer
-from sluice_router.limits.usage import NUM_BUCKETS, OwnerUsage
+from sluice_router.owner_limits.limiter import Peer
+from sluice_router.owner_limits.usage import NUM_BUCKETS, OwnerUsage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import TypeVar
 
-    from sluice_router.limits.limiter import LocalUsage, OwnerLimiter
+    from sluice_router.owner_limits.limiter import LocalUsage, OwnerLimiter
 
     Relay = TypeVar("Relay")
 
