@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import queue
+import threading
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -20,11 +22,15 @@ from sluice_engine import core_encoding, core_messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from multiprocessing.process import BaseProcess
     from pathlib import Path
+
+    from vllm.v1.engine.core_client import SyncMPClient
 
 BLOCK_SIZE = 32
 MAX_BATCH_TOKENS = 512
 DEADLINE_S = 20.0
+START_LIMIT_S = 90.0
 # PyTorch compiles what computes logprobs when it is first asked for some: it takes long where it never did so before.
 COMPILE_DEADLINE_S = 240.0
 
@@ -89,6 +95,34 @@ def objects_kept_from_forks() -> Iterator[None]:
         gc.unfreeze()
 
 
+def start_core(start: Callable[[], SyncMPClient]) -> SyncMPClient:
+    """Starts an EngineCore process, and once more if it hangs.
+
+    A child that is forked beside threads waits for ever if one of them held a lock that it needs. That is the tests'
+    risk alone: the product forks from processes without threads.
+    """
+    for is_last in (False, True):
+        others = set(multiprocessing.active_children())
+        is_hung = threading.Event()
+
+        def end_hung(others: set[BaseProcess] = others, is_hung: threading.Event = is_hung) -> None:
+            is_hung.set()
+            for child in set(multiprocessing.active_children()) - others:
+                child.kill()
+
+        watch = threading.Timer(START_LIMIT_S, end_hung)
+        watch.start()
+        try:
+            with objects_kept_from_forks():
+                return start()
+        except RuntimeError:
+            if is_last or not is_hung.is_set():
+                raise
+        finally:
+            watch.cancel()
+    raise AssertionError("unreachable")
+
+
 class Engine:
     """One EngineCore process with Sluice's plugin."""
 
@@ -124,8 +158,7 @@ class Engine:
             config = EngineArgs(**(settings | options)).create_engine_config()
             # vLLM asks for spawn on CPUs; a fork starts in a fraction of the time.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-            with objects_kept_from_forks():
-                self.client = SyncMPClient(config, Executor.get_class(config), log_stats=False)
+            self.client = start_core(lambda: SyncMPClient(config, Executor.get_class(config), log_stats=False))
         self.name = name
         self.parts: dict[str, Part] = {}
         self.reports: list[core_messages.SchedulerReport] = []
