@@ -9,7 +9,7 @@ from sluice_core.records import EarlyRejection, FlowParameters, Place, Reject
 from sluice_core.scheduling.baselines import PLACEMENTS, ShortestQueuePlacement
 from sluice_core.scheduling.placement import LengthAwarePlacement
 from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
-from sluice_core.scheduling.slack_placement import SlackPlacement
+from sluice_core.scheduling.slack.slack_placement import SlackPlacement
 from sluice_core.scheduling.splitting.split_placement import SplitPlacement
 
 ASKING = (LengthAwarePlacement, ShortestQueuePlacement, SlackPlacement, RollingPlacement, SplitPlacement)

@@ -12,8 +12,8 @@ from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.holding import Urgency, compute_urgency
-from sluice_core.scheduling.slack_batching import SlackBatching
-from sluice_core.scheduling.slack_placement import DecodePacking, SlackPlacement
+from sluice_core.scheduling.slack.slack_batching import SlackBatching
+from sluice_core.scheduling.slack.slack_placement import DecodePacking, SlackPlacement
 from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.parameters import (
     CREDIT,
