@@ -136,7 +136,8 @@ async def test_an_idle_cluster_has_no_engine_until_a_stream_comes(cluster: PodCl
     assert COMMENT in lines or took_s < 15.0
     assert lines[-1] == "data: [DONE]"
     assert sum(line.startswith("data: {") for line in lines) >= 8
-    assert serves(cluster, 1)()
+    # The kubelet looks every two seconds whether it is ready.
+    await wait(cluster, "the engine counts as ready", serves(cluster, 1))
     await wait(cluster, "no engine is left again", serves(cluster, 0))
 
 
