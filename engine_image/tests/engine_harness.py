@@ -103,14 +103,19 @@ def start_core(start: Callable[[], SyncMPClient]) -> SyncMPClient:
     """
     for is_last in (False, True):
         others = set(multiprocessing.active_children())
-        is_hung = threading.Event()
+        is_over, is_hung = threading.Event(), threading.Event()
 
-        def end_hung(others: set[BaseProcess] = others, is_hung: threading.Event = is_hung) -> None:
+        def end_hung(
+            others: set[BaseProcess] = others, is_over: threading.Event = is_over, is_hung: threading.Event = is_hung
+        ) -> None:
+            if is_over.wait(START_LIMIT_S):
+                return
             is_hung.set()
-            for child in set(multiprocessing.active_children()) - others:
-                child.kill()
+            while not is_over.wait(0.1):
+                for child in set(multiprocessing.active_children()) - others:
+                    child.kill()
 
-        watch = threading.Timer(START_LIMIT_S, end_hung)
+        watch = threading.Thread(target=end_hung, daemon=True)
         watch.start()
         try:
             with objects_kept_from_forks():
@@ -119,7 +124,8 @@ def start_core(start: Callable[[], SyncMPClient]) -> SyncMPClient:
             if is_last or not is_hung.is_set():
                 raise
         finally:
-            watch.cancel()
+            is_over.set()
+            watch.join()
     raise AssertionError("unreachable")
 
 
