@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from sluice_router.api.openai_requests import FieldError
-from sluice_router.errors import NoEngineError, RouterError, UnknownStreamError
+from sluice_router.errors import MIN_RETRY_S, NoEngineError, RouterError, UnknownStreamError
 from sluice_router.scheduling.requests import rewind
 from sluice_router.security.resume_capabilities import derive_resume_key, is_capability
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from sluice_router.scheduling.requests import DataPlane, FoundRequest
     from sluice_router.text.output import Output
-
-RETRY_S = 1.0
 
 
 async def claim_answer(plane: DataPlane, capability: str, shown_id: str, owner: str, field: str) -> FoundRequest:
@@ -64,7 +62,7 @@ def prepare_found(found: FoundRequest, num_tokens: int) -> FoundRequest:
     """
     num_known = len(found.output_token_ids)
     if num_tokens > num_known and not found.is_certain:
-        raise NoEngineError("engines that may know more of the answer cannot be asked now", retry_after_s=RETRY_S)
+        raise NoEngineError("engines that may know more of the answer cannot be asked now", retry_after_s=MIN_RETRY_S)
     if num_tokens > num_known:
         message = f"of the answer {num_known} tokens are known, and the client has {num_tokens}; send the request again"
         raise UnknownStreamError(message)

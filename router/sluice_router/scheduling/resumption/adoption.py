@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sluice.v1 import sampling_pb2
 from sluice_core.records import Slo
-from sluice_router.errors import EngineFaultError, NoEngineError, ShuttingDownError, TakenOverError
+from sluice_router.errors import MIN_RETRY_S, EngineFaultError, NoEngineError, ShuttingDownError, TakenOverError
 from sluice_router.scheduling import completion, dispatch, migration
 from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, MigrationPhase
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from sluice_router.scheduling.requests import FoundRequest, NewRequest, ResponseStream
     from sluice_router.scheduling.state import RouterState
 
-RETRY_S = 1.0
 _ENDS = (sampling_pb2.FINISH_REASON_STOP, sampling_pb2.FINISH_REASON_LENGTH)
 
 
@@ -48,10 +47,10 @@ def adopt(
         NoEngineError: It has changed hands since it was found.
     """
     if not state.status.is_accepting:
-        raise ShuttingDownError("this router is about to leave", retry_after_s=RETRY_S)
+        raise ShuttingDownError("this router is about to leave", retry_after_s=MIN_RETRY_S)
     live = state.requests.live.get(new.request_id)
     if live is not found.live:
-        raise NoEngineError("the answer has changed hands meanwhile", retry_after_s=RETRY_S)
+        raise NoEngineError("the answer has changed hands meanwhile", retry_after_s=MIN_RETRY_S)
     if live is not None:
         live.new = replace(live.new, deadline_s=new.deadline_s)
         state.requests.note_deadline(live.new)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sluice.v1 import engine_pb2
 from sluice_core.records import RequestId
-from sluice_router.errors import NoEngineError, QueueFullError, ShuttingDownError, UnknownStreamError
+from sluice_router.errors import MIN_RETRY_S, NoEngineError, QueueFullError, ShuttingDownError, UnknownStreamError
 from sluice_router.scheduling import wire_conversion
 from sluice_router.scheduling.entities import PendingClaim
 from sluice_router.scheduling.requests import FoundRequest
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 # A claim costs each engine a message, whether or not the key is known.
 MAX_PENDING_CLAIMS = 1024
-RETRY_S = 1.0
 
 
 def claim(state: RouterState, key: bytes, taker: ClaimTaker, now: float) -> None:
@@ -40,17 +39,17 @@ def claim(state: RouterState, key: bytes, taker: ClaimTaker, now: float) -> None
         ShuttingDownError: This router accepts no more.
     """
     if not state.status.is_accepting:
-        raise ShuttingDownError("this router is about to leave", retry_after_s=RETRY_S)
+        raise ShuttingDownError("this router is about to leave", retry_after_s=MIN_RETRY_S)
     results = state.outbox.actions.claim_results
     live = state.requests.by_resume_key.get(key)
     if live is not None:
         results.append((taker, _describe_live(live, now)))
         return
     if len(state.requests.claims) >= MAX_PENDING_CLAIMS:
-        raise QueueFullError("too many answers are asked for at once", retry_after_s=RETRY_S)
+        raise QueueFullError("too many answers are asked for at once", retry_after_s=MIN_RETRY_S)
     earlier = state.requests.claims.get(key)
     if earlier is not None:
-        results.append((earlier.taker, NoEngineError("the answer was asked for again", retry_after_s=RETRY_S)))
+        results.append((earlier.taker, NoEngineError("the answer was asked for again", retry_after_s=MIN_RETRY_S)))
     # Another model's answers are another tokenizer's, which this router has not.
     engines = {
         engine_id: engine
@@ -144,7 +143,7 @@ def _drop(state: RouterState, engine: ConnectedEngine, answer: engine_pb2.ClaimA
 def _explain_absence(state: RouterState, pending: PendingClaim) -> NoEngineError | UnknownStreamError:
     if _is_certain(state, pending):
         return UnknownStreamError("no engine knows the answer: it is too long ago, or the capability is wrong")
-    return NoEngineError("engines that may know the answer cannot be asked now", retry_after_s=RETRY_S)
+    return NoEngineError("engines that may know the answer cannot be asked now", retry_after_s=MIN_RETRY_S)
 
 
 def _is_certain(state: RouterState, pending: PendingClaim) -> bool:
