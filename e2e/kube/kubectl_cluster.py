@@ -56,6 +56,12 @@ class KubectlCluster:
     def apply(self, manifest: dict[str, Any]) -> None:
         self.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
 
+    def list_spec_writers(self) -> set[str]:
+        """Lists who has written fields of the spec, according to the API server's managed fields."""
+        body = json.loads(self.kubectl("get", "slc", "tiny", "-o", "json", "--show-managed-fields"))
+        managed = body["metadata"]["managedFields"]
+        return {item["manager"] for item in managed if "f:spec" in item.get("fieldsV1", {})}
+
     def edit(self, **spec: Any) -> None:
         self.kubectl("patch", "slc", "tiny", "--type=merge", "-p", json.dumps({"spec": spec}))
 

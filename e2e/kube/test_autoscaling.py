@@ -8,7 +8,6 @@ search predicts. The tests run in order: each starts from the cluster as the tes
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 import urllib.request
@@ -18,11 +17,12 @@ import pytest
 from conftest import FAILED
 from examples.tiny_model import make_tiny_model
 from pod_cluster import MODELS, PodCluster, make_pods_manifest
+from pod_load import keep_asking
 from release import RESTRICTED
-from steady_load import Load, Shape
+from steady_load import Shape
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import Callable, Iterator
 
     from release import Release
     from testbed.client import Client
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 NAMESPACE = "scaled"
-NUM_CONNECTIONS = 4
 # An emulated A100 computes such a prompt in about a second: one engine serves 1.1 a second in time, three serve 3.6.
 LITTLE = Shape(prompt_tokens=3500, output_tokens=20, rate_rps=0.6)
 MUCH = LITTLE._replace(rate_rps=2.2)
@@ -67,22 +66,8 @@ def cluster(scaled: PodCluster, release: Release, request: pytest.FixtureRequest
     yield scaled
     if request.node.stash.get(FAILED, False):
         print(release.describe(), scaled.describe(), sep="\n")
-    body = json.loads(scaled.kubectl("get", "slc", "tiny", "-o", "json", "--show-managed-fields"))
-    writers = {item["manager"] for item in body["metadata"]["managedFields"] if "f:spec" in item.get("fieldsV1", {})}
-    assert writers <= {"kubectl-client-side-apply", "kubectl-patch"}
-    assert body["spec"]["replicas"] == 1
-
-
-@contextlib.asynccontextmanager
-async def keep_asking(cluster: PodCluster, shape: Shape) -> AsyncIterator[Load]:
-    """Keeps streams running through the Service; every answer must be whole and exact."""
-    async with contextlib.AsyncExitStack() as connections:
-        clients = [await connections.enter_async_context(cluster.connect()) for _ in range(NUM_CONNECTIONS)]
-        load = Load(clients, shape, MODELS / "tiny")
-        async with load.run():
-            yield load
-    print(f"streams: {dict(load.fared)}")
-    assert load.fared["exact"] > 0
+    assert scaled.list_spec_writers() <= {"kubectl-client-side-apply", "kubectl-patch"}
+    assert scaled.read("slc/tiny")["spec"]["replicas"] == 1
 
 
 async def wait(cluster: PodCluster, what: str, poll: Callable[[], Any]) -> None:

@@ -8,8 +8,6 @@ run as fast as a search predicts. The tests run in order: each starts from the c
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -18,15 +16,16 @@ import pytest
 from conftest import FAILED
 from examples.tiny_model import make_tiny_model
 from pod_cluster import MODELS, PodCluster, make_pods_manifest
+from pod_load import keep_asking
 from release import RESTRICTED
-from steady_load import Load, Shape
+from steady_load import Shape
 
 from sluice_core.records import Role
 from sluice_operator.api.proto_enums import ROLES
 from sluice_operator.planning.plan import read_plan
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import Callable, Iterator
 
     from release import Release
     from testbed.client import Client
@@ -35,7 +34,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 NAMESPACE = "tuned"
 PLANS = f"/api/v1/namespaces/{NAMESPACE}/configmaps"
-NUM_CONNECTIONS = 4
 
 CHATS = Shape(prompt_tokens=40, output_tokens=200, rate_rps=2.0)
 REPORTS = Shape(prompt_tokens=3500, output_tokens=50, rate_rps=3.0)
@@ -91,25 +89,7 @@ def cluster(tuned: PodCluster, release: Release, request: pytest.FixtureRequest)
     assert (tuned.identify("engine"), tuned.identify("router")) == before
     pods = [*tuned.engines.values(), *tuned.routers.values()]
     assert {status["restartCount"] for pod in pods for status in pod["status"]["containerStatuses"]} == {0}
-    assert list_spec_writers(tuned) == {"kubectl-client-side-apply", "kubectl-patch"}
-
-
-def list_spec_writers(cluster: PodCluster) -> set[str]:
-    """Lists who has written fields of the spec, according to the API server's managed fields."""
-    managers = json.loads(cluster.kubectl("get", "slc", "tiny", "-o", "json", "--show-managed-fields"))
-    return {item["manager"] for item in managers["metadata"]["managedFields"] if "f:spec" in item.get("fieldsV1", {})}
-
-
-@contextlib.asynccontextmanager
-async def keep_asking(cluster: PodCluster, shape: Shape) -> AsyncIterator[Load]:
-    """Keeps streams running through the Service. kube-proxy gives some of the connections to each router."""
-    async with contextlib.AsyncExitStack() as connections:
-        clients = [await connections.enter_async_context(cluster.connect()) for _ in range(NUM_CONNECTIONS)]
-        load = Load(clients, shape, MODELS / "tiny")
-        async with load.run():
-            yield load
-    print(f"streams: {dict(load.fared)}")
-    assert load.fared["exact"] > 0
+    assert tuned.list_spec_writers() == {"kubectl-client-side-apply", "kubectl-patch"}
 
 
 class Tuning:
