@@ -54,7 +54,7 @@ class CapacityRequest:
         """Serializes to JSON; the workload once."""
         bare = [replace(request, workload=replace(request.workload, rows=())) for request in self.requests]
         rows = [list(row) for row in self.largest.workload.rows]
-        requests = [json.loads(request.to_json()) for request in bare]
+        requests = [request.to_data() for request in bare]
         return json.dumps({"requests": requests, "rows": rows, "may_tune": self.may_tune})
 
     @classmethod
@@ -62,7 +62,7 @@ class CapacityRequest:
         """Reads what ``to_json`` wrote."""
         data: dict[str, Any] = json.loads(text)
         rows = tuple((prompt, output, name) for prompt, output, name in data["rows"])
-        requests = [SearchRequest.from_json(json.dumps(item)) for item in data["requests"]]
+        requests = [SearchRequest.from_data(item) for item in data["requests"]]
         whole = [replace(item, workload=replace(item.workload, rows=rows)) for item in requests]
         return cls(requests=tuple(whole), may_tune=bool(data["may_tune"]))
 
@@ -113,10 +113,17 @@ class CapacityResult:
         Raises:
             ValueError: Something else.
         """
+        return cls.from_data(json.loads(text))
+
+    @classmethod
+    def from_data(cls, data: Any) -> CapacityResult:
+        """Reads what JSON has of it.
+
+        Raises:
+            ValueError: Something else.
+        """
         try:
-            points = [
-                CapacityPoint(**{**item, "sliders": Sliders(**item["sliders"])}) for item in json.loads(text)["points"]
-            ]
+            points = [CapacityPoint(**{**item, "sliders": Sliders(**item["sliders"])}) for item in data["points"]]
             result = cls(points=tuple(points))
             result.curve  # noqa: B018 - raises for sizes that are none
         except (TypeError, KeyError) as error:

@@ -46,7 +46,7 @@ class StoredScale:
         """Reads what ``to_json`` wrote; None: there is nothing, or somebody edited it."""
         try:
             data = json.loads(text)
-            capacity = data["capacity"] and CapacityResult.from_json(json.dumps(data["capacity"]))
+            capacity = data["capacity"] and CapacityResult.from_data(data["capacity"])
             return cls(
                 basis=int(data["basis"]),
                 replicas=int(data["replicas"]),

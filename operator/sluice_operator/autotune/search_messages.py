@@ -116,15 +116,23 @@ class SearchRequest:
         """Whether the other request's sample is much larger."""
         return len(other.workload.rows) >= SAMPLE_GROWTH * len(self.workload.rows)
 
+    def to_data(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        kind = "emulated" if isinstance(self.engine, EmulatedEngineFacts) else "measured"
+        return {**asdict(self), "kind": kind}
+
     def to_json(self) -> str:
         """Serializes to JSON."""
-        kind = "emulated" if isinstance(self.engine, EmulatedEngineFacts) else "measured"
-        return json.dumps({**asdict(self), "kind": kind})
+        return json.dumps(self.to_data())
 
     @classmethod
     def from_json(cls, text: str) -> SearchRequest:
         """Reads what ``to_json`` wrote."""
-        data: dict[str, Any] = json.loads(text)
+        return cls.from_data(json.loads(text))
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> SearchRequest:
+        """Reads what ``to_data`` made, after its way through JSON."""
         engine_type = EmulatedEngineFacts if data["kind"] == "emulated" else MeasuredEngineFacts
         constraints = _freeze(data["constraints"])
         constraints["classes"] = tuple(SearchObjectives(**item) for item in constraints["classes"])
