@@ -10,8 +10,6 @@ record anew, and say in the commit what changed:
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import random
 import re
@@ -23,6 +21,7 @@ import pytest
 from engine_server_harness import ERROR, LENGTH, STOP, Engine, Router, output, settle, submit
 from fake_core import FINGERPRINT, Builder, Clock, Core
 from google.protobuf import text_format
+from recorded_steps import check_record
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import plan_pb2
@@ -30,7 +29,7 @@ from sluice_engine import core_messages
 from sluice_engine.server.engine_server import EngineServer
 
 RECORD = Path(__file__).with_name("drawn_streams.json")
-NUM_RUNS, NUM_STEPS, HASH_DIGITS = 12, 120, 5
+NUM_RUNS, NUM_STEPS = 12, 120
 CAUSES = ("prefill_done", "degrade", "backflow", "drain", "split", "manual")
 WEIGHTS = {
     "submit": 16,
@@ -384,14 +383,4 @@ async def test_drawn_streams_are_served_as_recorded(number: int) -> None:
     if os.environ.get("SLUICE_TELL") == str(number):
         for index, lines in enumerate(steps):
             print(f"step {index}", *lines, sep="\n  ")
-    if "SLUICE_WRITE_RECORDS" in os.environ:
-        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        record[str(number)] = " ".join(map(shorten, steps))
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    recorded = json.loads(RECORD.read_text())[str(number)].split()
-    for index, (lines, digits) in enumerate(zip(steps, recorded, strict=True)):
-        assert shorten(lines) == digits, f"step {index} is the first that differs; it did:\n" + "\n".join(lines)
-
-
-def shorten(lines: list[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:HASH_DIGITS]
+    check_record(RECORD, str(number), steps)

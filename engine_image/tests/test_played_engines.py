@@ -11,7 +11,6 @@ write the record anew, and say in the commit what changed:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from played_engines import BLOCK, HandTime, PlayedEngine, PlayedRequest, expected_output, import_vllm
+from recorded_steps import check_record, shorten
 
 from sluice_core.strategies import STRATEGIES
 from sluice_engine import core_messages
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 RECORD = Path(__file__).with_name("played_engines.json")
 NUM_STEPS = 90
-HASH_DIGITS = 5
 HASHES = re.compile(r"(stored|removed)=\[([^]]*)\]")
 FLOAT = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 CAUSES = ("prefill_done", "degrade", "backflow", "drain", "manual")
@@ -362,13 +361,7 @@ def test_drawn_work_is_done_as_recorded(name: str, tiny_model: Path, clock: Hand
     if os.environ.get("SLUICE_TELL") == name:
         for number, lines in enumerate(steps):
             print(f"step {number}", *lines, sep="\n  ")
-    if "SLUICE_WRITE_RECORDS" in os.environ:
-        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        record[name] = " ".join(map(shorten, steps))
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    recorded = json.loads(RECORD.read_text())[name].split()
-    for number, (lines, digits) in enumerate(zip(steps, recorded, strict=True)):
-        assert shorten(lines) == digits, f"step {number} is the first that differs; it did:\n" + "\n".join(lines)
+    check_record(RECORD, name, steps)
 
 
 @pytest.mark.parametrize("check", ["check_installed", "check_scheduler"])
@@ -388,7 +381,3 @@ def test_what_an_engine_does_can_be_recorded(tiny_model: Path, clock: HandTime, 
     assert {line[0] for line in lines} == {"plan", "request", "batch", "end", "hand-off"}
     assert lines[0] == ["plan", 5000.0, "P-heavy", 256]
     assert shorten([str(line) for line in lines]) == json.loads(RECORD.read_text())["recorded"]
-
-
-def shorten(lines: list[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:HASH_DIGITS]

@@ -12,7 +12,6 @@ With a scenario's name as argument this prints its steps in place of that, to co
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import re
@@ -26,6 +25,7 @@ import pytest
 from data_plane_harness import CheckingResponseStream, Harness
 from fake_engine import PARAMETERS, expected_output, make_plan
 from google.protobuf import text_format
+from recorded_steps import check_steps, shorten_all
 
 from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId, RequestId
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 RECORD = Path(__file__).with_name("drawn_traffic.json")
 NUM_RUNS = 4
 NUM_STEPS = 70
-HASH_DIGITS = 5
 NAMES = ("p0", "p1", "d0", "d1")
 CAUSES = (
     engine_pb2.MOVE_CAUSE_PREFILL_DONE,
@@ -488,19 +487,12 @@ class Run:
             assert stream.token_ids == expected_output(stream.prompt, len(stream.token_ids))
 
 
-def shorten(lines: list[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:HASH_DIGITS]
-
-
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_drawn_traffic_is_as_recorded(name: str) -> None:
     recorded = json.loads(RECORD.read_text())[name]
     assert len(recorded) == NUM_RUNS
     for run, all_digits in enumerate(recorded):
-        steps = Run(name, run).go()
-        for number, (lines, digits) in enumerate(zip(steps, all_digits.split(), strict=True)):
-            what = f"run {run}, step {number} is the first that differs; it did:\n"
-            assert shorten(lines) == digits, what + "\n".join(lines)
+        check_steps(Run(name, run).go(), all_digits, f"run {run}, ")
 
 
 def main() -> None:
@@ -510,7 +502,7 @@ def main() -> None:
             for number, lines in enumerate(Run(name, run).go()):
                 print(f"run {run}, step {number}", *lines, sep="\n  ")
     if not sys.argv[1:]:
-        record = {name: [" ".join(map(shorten, Run(name, run).go())) for run in range(NUM_RUNS)] for name in SCENARIOS}
+        record = {name: [shorten_all(Run(name, run).go()) for run in range(NUM_RUNS)] for name in SCENARIOS}
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
