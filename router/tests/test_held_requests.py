@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 import pytest
@@ -124,17 +125,36 @@ def test_the_scrape_says_that_requests_are_held():
 # What clients see.
 
 
-async def begin(api: HttpApi, body: dict[str, object]) -> tuple[int, bytes]:
-    return await api.start("127.0.0.1", 0), request_bytes("/v1/completions", {"prompt": "hi", "max_tokens": 1, **body})
+USUAL, QUICK = HttpSettings(), HttpSettings(comment_interval_s=0.01)
+
+
+@contextlib.asynccontextmanager
+async def serve(plane: FakePlane, text, settings: HttpSettings = USUAL):
+    api = HttpApi(plane, text, settings)
+    port = await api.start("127.0.0.1", 0)
+    try:
+        yield port
+    finally:
+        await api.close(0.1)
+
+
+@contextlib.asynccontextmanager
+async def ask_for_stream(port: int):
+    """A client that has asked for a stream; yields its reader."""
+    async with connect(port) as (reader, writer):
+        writer.write(request_bytes("/v1/completions", {"prompt": "hi", "max_tokens": 1, "stream": True}))
+        yield reader
+
+
+def make_holding_plane() -> FakePlane:
+    plane = FakePlane()
+    plane.is_holding = True
+    return plane
 
 
 async def test_a_held_stream_gets_comments_and_then_its_answer(text):
-    plane = FakePlane()
-    plane.is_holding = True
-    api = HttpApi(plane, text, HttpSettings(comment_interval_s=0.01))
-    port, request = await begin(api, {"stream": True})
-    async with connect(port) as (reader, writer):
-        writer.write(request)
+    plane = make_holding_plane()
+    async with serve(plane, text, QUICK) as port, ask_for_stream(port) as reader:
         head = await read_until(reader, b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream")
         await read_until(reader, COMMENT)
@@ -149,31 +169,21 @@ async def test_a_held_stream_gets_comments_and_then_its_answer(text):
     events = [line for line in body.split(b"\n") if line.startswith(b"data: {")]
     assert "hello world" in "".join(json.loads(event[6:])["choices"][0]["text"] for event in events)
     assert b"data: [DONE]" in body
-    await api.close(0.1)
 
 
 async def test_a_held_stream_that_fails_says_so_in_an_event(text):
-    plane = FakePlane()
-    plane.is_holding = True
-    api = HttpApi(plane, text, HttpSettings(comment_interval_s=0.01))
-    port, request = await begin(api, {"stream": True})
-    async with connect(port) as (reader, writer):
-        writer.write(request)
+    plane = make_holding_plane()
+    async with serve(plane, text, QUICK) as port, ask_for_stream(port) as reader:
         await read_until(reader, COMMENT)
         (request_id,) = plane.live
         plane.fail(request_id, NoEngineError("no engine has started", retry_after_s=1.0))
         body = await read_until(reader, b"0\r\n\r\n")
     assert b'"code": "no_engine"' in body or b'"code":"no_engine"' in body
-    await api.close(0.1)
 
 
 async def test_a_held_stream_that_fails_before_its_first_comment_gets_a_status(text):
-    plane = FakePlane()
-    plane.is_holding = True
-    api = HttpApi(plane, text)
-    port, request = await begin(api, {"stream": True})
-    async with connect(port) as (reader, writer):
-        writer.write(request)
+    plane = make_holding_plane()
+    async with serve(plane, text) as port, ask_for_stream(port) as reader:
         async with asyncio.timeout(60):
             while not plane.live:
                 await plane.changed.wait()
@@ -181,32 +191,23 @@ async def test_a_held_stream_that_fails_before_its_first_comment_gets_a_status(t
         (request_id,) = plane.live
         plane.fail(request_id, NoEngineError("no engine has started", retry_after_s=1.0))
         assert (await read_until(reader, b"\r\n\r\n")).startswith(b"HTTP/1.1 503 ")
-    await api.close(0.1)
 
 
 async def test_a_client_of_a_held_stream_that_leaves_is_forgotten(text):
-    plane = FakePlane()
-    plane.is_holding = True
-    api = HttpApi(plane, text, HttpSettings(comment_interval_s=0.01))
-    port, request = await begin(api, {"stream": True})
-    async with connect(port) as (reader, writer):
-        writer.write(request)
-        await read_until(reader, COMMENT)
-    async with asyncio.timeout(60):
-        while plane.live:
-            await plane.changed.wait()
-            plane.changed.clear()
+    plane = make_holding_plane()
+    async with serve(plane, text, QUICK) as port:
+        async with ask_for_stream(port) as reader:
+            await read_until(reader, COMMENT)
+        async with asyncio.timeout(60):
+            while plane.live:
+                await plane.changed.wait()
+                plane.changed.clear()
     assert [reason for _, reason in plane.cancelled] == ["client_gone"]
-    await api.close(0.1)
 
 
 @pytest.mark.parametrize("is_holding", [False, True])
 async def test_an_answer_that_comes_at_once_has_no_comments(text, *, is_holding: bool):
     plane = FakePlane(say(text, "hello world"))
     plane.is_holding = is_holding
-    api = HttpApi(plane, text)
-    port, request = await begin(api, {"stream": True})
-    async with connect(port) as (reader, writer):
-        writer.write(request)
+    async with serve(plane, text) as port, ask_for_stream(port) as reader:
         assert COMMENT not in await read_until(reader, b"0\r\n\r\n")
-    await api.close(0.1)
