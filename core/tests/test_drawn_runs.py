@@ -20,7 +20,7 @@ from test_sim_prefix_reuse import share_prefixes
 from test_simulation import SLO, STRATEGIES, make_arrivals, make_engines
 
 from sluice_core.latency.transfer import LinkSpeed
-from sluice_core.records import EarlyRejection, EngineId, FlowParameters, PrefillOrder, Role, Slo
+from sluice_core.records import EarlyRejection, EngineId, PrefillOrder, Role, Slo, StrategyParameters
 from sluice_core.sim.cell import (
     AddEngineEvent,
     Cell,
@@ -90,7 +90,7 @@ def draw_cell(rng, name):
         sends_parts=rng.random() < 0.7,
         report_s=rng.choice((0.0, 0.0, 0.03, 0.3)),
     )
-    parameters = FlowParameters(
+    parameters = StrategyParameters(
         early_rejection=rng.choice(list(EarlyRejection)),
         watermark=rng.choice((0.5, 0.95)),
         approaching_factor=rng.choice((0.6, 0.96)),

@@ -12,7 +12,6 @@ from sluice_core.records import (
     EarlyRejection,
     EngineId,
     EngineLoad,
-    FlowParameters,
     Hold,
     IterationShape,
     MoveCause,
@@ -22,6 +21,7 @@ from sluice_core.records import (
     RequestId,
     Role,
     Slo,
+    StrategyParameters,
 )
 from sluice_core.scheduling.batching import BatchLimits, EngineBatch
 from sluice_core.scheduling.decode_flow import FlowRequest
@@ -66,7 +66,7 @@ def make_batch(**changes: float) -> EngineBatch:
 
 
 def bind(decodes: DecodeSet, *, least_prefill_share: float = 0.0, **parameters: float) -> SlackBatching:
-    policy = SLUICE.make_engine(FlowParameters(least_prefill_share=least_prefill_share, **parameters))
+    policy = SLUICE.make_engine(StrategyParameters(least_prefill_share=least_prefill_share, **parameters))
     assert isinstance(policy, SlackBatching)
     policy.bind(decodes, A100)
     return policy
@@ -190,7 +190,7 @@ def test_prompts_beside_long_answers_near_their_objective_are_in_time(share: flo
     slo = Slo(ttft_s=1.0, tpot_s=0.028)
     arrivals = [Arrival(at_s=0.3 * number, prompt_tokens=300, output_tokens=400, slo=slo) for number in range(80)]
     engines = make_engines(((1, 2048),), blocks=20_000, max_num_seqs=256)
-    parameters = FlowParameters(least_prefill_share=share, pack_share=0.0)
+    parameters = StrategyParameters(least_prefill_share=share, pack_share=0.0)
     simulation = Simulation(Cell(engines=engines, strategy=SLUICE, parameters=parameters), arrivals)
     assert simulation.run()
     num_in_time = sum(request.ttft_s is not None and request.ttft_s <= slo.ttft_s for request in simulation.requests)
@@ -225,7 +225,7 @@ def make_prefill(name: str, arrival_s: float = 10.0, tokens: int = 1000, ttft_s:
 
 
 def assign(table: EngineTable, *waiting: PrefillRequest, now: float = 10.0, **parameters: object) -> list:
-    return SLUICE.make_router(FlowParameters(**parameters), random.Random(1)).assign(now, waiting, table)
+    return SLUICE.make_router(StrategyParameters(**parameters), random.Random(1)).assign(now, waiting, table)
 
 
 def test_a_prefill_goes_where_decodes_leave_most_room():
@@ -264,7 +264,7 @@ def test_a_late_prompt_waits_no_longer_than_its_second_deadline():
 
 
 def test_beyond_one_pass_the_most_urgent_are_those_of_the_same_order():
-    router = SLUICE.make_router(FlowParameters(), random.Random(1))
+    router = SLUICE.make_router(StrategyParameters(), random.Random(1))
     router.assign(10.0, [make_prefill("a"), make_prefill("b")], make_table(EngineLoad()))
 
     def urgency(arrival_s: float, *, is_recovery: bool = False):
@@ -292,7 +292,7 @@ def test_a_prompt_that_is_late_everywhere_is_refused_if_that_is_allowed():
 
 
 def target(table: EngineTable, source: str = "e0", tpot_slo_s: float = 0.07, **parameters: float) -> EngineId | None:
-    router = SLUICE.make_router(FlowParameters(**parameters), random.Random(1))
+    router = SLUICE.make_router(StrategyParameters(**parameters), random.Random(1))
     move = FlowRequest(
         request_id=RequestId("r"),
         cause=MoveCause.PREFILL_DONE,
@@ -323,7 +323,7 @@ def test_decodes_gather_on_the_fullest_engine_that_keeps_their_objective():
 
 
 def test_drains_move_wherever_there_is_room():
-    router = SLUICE.make_router(FlowParameters(), random.Random(1))
+    router = SLUICE.make_router(StrategyParameters(), random.Random(1))
     move = FlowRequest(request_id=RequestId("r"), cause=MoveCause.DRAIN, source=EngineId("e0"), num_blocks=100)
     assert router.target(10.0, move, make_table(EngineLoad(), EngineLoad())) == "e1"
 
@@ -358,7 +358,7 @@ def test_parameters_are_read_in_core_units():
         "pack_share_percent": "0",
         "credit_milliseconds": "50",
     }
-    assert SLUICE.read_parameters(values) == FlowParameters(
+    assert SLUICE.read_parameters(values) == StrategyParameters(
         tpot_share=0.9, least_prefill_share=0.05, late_ttft_factor=2.5, pack_share=0.0, credit_s=0.05
     )
 

@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def make_transfer_config(
-    engine_id: str, device: str, progress_delay_us: int, lease_s: int | None = None, backend: str = "UCX"
+    engine_id: str, device: str, progress_delay_us: int, kv_lease_s: int | None = None, backend: str = "UCX"
 ) -> dict[str, Any]:
     """The ``kv_transfer_config`` of an engine.
 
@@ -40,7 +40,7 @@ def make_transfer_config(
         engine_id: NIXL's name of the engine; another one after every start.
         device: ``cpu`` or ``cuda``: where KV lies.
         progress_delay_us: Pause of NIXL's progress thread, in microseconds; 0 with RDMA.
-        lease_s: Longest time that handed-off blocks wait for a reader, in seconds; ``KV_LEASE_S`` when absent.
+        kv_lease_s: Longest time that handed-off blocks wait for a reader, in seconds; ``KV_LEASE_S`` when absent.
         backend: NIXL's.
     """
     return {
@@ -51,7 +51,7 @@ def make_transfer_config(
         "engine_id": engine_id,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
-            "kv_lease_duration": lease_s or KV_LEASE_S,
+            "kv_lease_duration": kv_lease_s or KV_LEASE_S,
             "backends": [backend],
             nixl_progress.DELAY_KEY: progress_delay_us,
         },

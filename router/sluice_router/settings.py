@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sluice_core.latency import IterationProfile
 
 
-class Limits(BaseModel):
+class SchedulingLimits(BaseModel):
     """Bounds of the data plane. Seconds on the router's clock."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -119,7 +119,7 @@ class RouterSettings(BaseModel):
     control_name: str = Field(
         default="", description="DNS name that certificates of the control port's clients must be for, with --peer-tls"
     )
-    limits: Limits = Limits()
+    limits: SchedulingLimits = SchedulingLimits()
     jwt: JwtSettings = JwtSettings()
 
     @model_validator(mode="after")
@@ -162,7 +162,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | No
     """
     environment = os.environ if environment is None else environment
     parser = argparse.ArgumentParser(prog="sluice_router", description="Routes requests to vLLM engines under SLOs.")
-    fields = {**RouterSettings.model_fields, **Limits.model_fields, **JwtSettings.model_fields}
+    fields = {**RouterSettings.model_fields, **SchedulingLimits.model_fields, **JwtSettings.model_fields}
     del fields["limits"], fields["jwt"]
     for name, field in fields.items():
         fallback = environment.get(f"SLUICE_ROUTER_{name.upper()}")
@@ -173,6 +173,6 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | No
             help=(field.description or "").replace("%", "%%"),
         )
     values = vars(parser.parse_args(arguments))
-    limits = {name: values.pop(name) for name in Limits.model_fields if name in values}
+    limits = {name: values.pop(name) for name in SchedulingLimits.model_fields if name in values}
     jwt = {name: values.pop(name) for name in JwtSettings.model_fields if name in values}
-    return RouterSettings(**values, limits=Limits(**limits), jwt=JwtSettings(**jwt))
+    return RouterSettings(**values, limits=SchedulingLimits(**limits), jwt=JwtSettings(**jwt))

@@ -17,7 +17,7 @@ from sluice_core.records import RequestId
 from sluice_router.scheduling.requests import NewRequest
 from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
-from sluice_router.settings import Limits
+from sluice_router.settings import SchedulingLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,7 +125,7 @@ class Harness:
         self,
         roles: dict[str, str] | None = None,
         *,
-        limits: Limits | None = None,
+        limits: SchedulingLimits | None = None,
         plan: bool = True,
         model_id: str = "",
         make_latency_model: Callable[[EngineId], LatencyModel] | None = None,
@@ -134,7 +134,7 @@ class Harness:
         self.clock = Clock()
         self.state = RouterState(
             router_id="router-1",
-            limits=limits or Limits(),
+            limits=limits or SchedulingLimits(),
             rng=make_rng(),
             model_id=model_id,
             make_latency_model=make_latency_model,

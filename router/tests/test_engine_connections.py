@@ -17,13 +17,15 @@ from sluice_router.api.control_service import ControlService
 from sluice_router.engines.engine_connections import EngineConnections
 from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
-from sluice_router.settings import Limits
+from sluice_router.settings import SchedulingLimits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 # Generous where a busy machine could be taken for a fault, short where the fault itself is awaited.
-LIMITS = Limits(silence_limit_s=1.5, iteration_age_floor_s=2.0, hello_timeout_s=5.0, max_deaths=9, max_recoveries=9)
+LIMITS = SchedulingLimits(
+    silence_limit_s=1.5, iteration_age_floor_s=2.0, hello_timeout_s=5.0, max_deaths=9, max_recoveries=9
+)
 
 # On a busy machine a new stream takes its time.
 PATIENT = LIMITS.model_copy(update={"resume_grace_s": 10.0})
@@ -62,7 +64,9 @@ class Wired:
 
 
 @contextlib.asynccontextmanager
-async def wiring(*engines: FakeEngine, router_id: str = "router-1", limits: Limits = LIMITS) -> AsyncIterator[Wired]:
+async def wiring(
+    *engines: FakeEngine, router_id: str = "router-1", limits: SchedulingLimits = LIMITS
+) -> AsyncIterator[Wired]:
     """Connects a data plane to engines, and takes it down with the block."""
     state = RouterState(router_id=router_id, limits=limits, rng=make_rng())
     router = Router(state, time.monotonic)
@@ -99,7 +103,7 @@ def is_ready(wired: Wired, number: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def connecting(
-    roles: dict[str, str], *, limits: Limits = LIMITS, **fields: object
+    roles: dict[str, str], *, limits: SchedulingLimits = LIMITS, **fields: object
 ) -> AsyncIterator[tuple[Wired, list[FakeEngine]]]:
     """A data plane whose engines have all acknowledged a plan."""
     engines = engines_of(roles, **fields)

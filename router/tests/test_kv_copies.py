@@ -9,14 +9,14 @@ from migration_harness import check_end, start_on
 
 from sluice.v1 import engine_pb2
 from sluice_router.scheduling.entities import MigrationPhase
-from sluice_router.settings import Limits
+from sluice_router.settings import SchedulingLimits
 
 PD = {"p0": "P", "d0": "D"}
 PROMPT_TOKENS = 20  # of start_on
 
 
 def make_harness(roles: dict[str, str] = PD, **limits: float) -> Harness:
-    harness = Harness(plan=False, limits=Limits(**limits))
+    harness = Harness(plan=False, limits=SchedulingLimits(**limits))
     for name in roles:
         harness.attach(name, pulls_parts=True)
     harness.router.apply_plan(make_plan(roles))

@@ -19,7 +19,7 @@ from sluice_core.planning.trials import SearchTrial, TrialResult
 
 _Key = tuple[SliderCandidate, int, float]  # with seed and length of the run
 RunTrials = Callable[[Sequence[SearchTrial]], Sequence[TrialResult]]
-PRECISION = 0.04  # of a goodput: a straight line between rates so close is good to a percent
+COMPARISON_PRECISION = 0.04  # of a goodput: a straight line between rates so close is good to a percent
 _LEAST_CONTENDERS = 4
 _LEAST_RATE_RPS = 1e-4  # what misses the target even here misses it at any rate
 _MOST_STEPS = 60
@@ -106,7 +106,7 @@ class CandidateComparison:
     def measure_goodputs(
         self, candidates: Sequence[SliderCandidate], fidelity: Fidelity, starts_rps: Mapping[SliderCandidate, float]
     ) -> list[RankedCandidate]:
-        """Find the goodput of each candidate and seed to ``PRECISION``, the best candidate first.
+        """Find the goodput of each candidate and seed to ``COMPARISON_PRECISION``, the best candidate first.
 
         Seeds are harder or easier for all candidates alike, and shorter runs have flattered them alike, so the first
         candidate's goodputs say where to begin with the others'.
@@ -264,23 +264,29 @@ class CandidateComparison:
         """
         low, high = curve.find_bracket(self._target)
         estimate = curve.estimate_goodput_rps(self._target)
-        step = 1.0 + PRECISION * 2.0 ** len(curve.points)
+        step = 1.0 + COMPARISON_PRECISION * 2.0 ** len(curve.points)
         if low is None and high is None:
             return start_rps
         if high is None:
             assert low is not None
             is_far = curve.points[low] >= self._target + 0.5 * (1.0 - self._target)
-            return max(low * (step if is_far else 1.0 + PRECISION), estimate * (1.0 + PRECISION / 2))
+            return max(
+                low * (step if is_far else 1.0 + COMPARISON_PRECISION), estimate * (1.0 + COMPARISON_PRECISION / 2)
+            )
         if low is None:
             is_far = curve.points[high] <= self._target - (1.0 - self._target)
-            return min(high / (step if is_far else 1.0 + PRECISION), estimate / (1.0 + PRECISION / 2))
-        if high / low <= 1.0 + PRECISION * 1.5:
+            return min(
+                high / (step if is_far else 1.0 + COMPARISON_PRECISION), estimate / (1.0 + COMPARISON_PRECISION / 2)
+            )
+        if high / low <= 1.0 + COMPARISON_PRECISION * 1.5:
             return None
         assert low is not None
-        if high / low > 1.0 + 3.0 * PRECISION and curve.points[low] >= self._target + 0.5 * (1.0 - self._target):
+        if high / low > 1.0 + 3.0 * COMPARISON_PRECISION and curve.points[low] >= self._target + 0.5 * (
+            1.0 - self._target
+        ):
             # Far below the goodput attainment is level, so a straight line crosses the target too soon.
             estimate = max(estimate, math.sqrt(low * high))
-        return min(max(estimate, low * (1.0 + PRECISION / 2)), high / (1.0 + PRECISION / 2))
+        return min(max(estimate, low * (1.0 + COMPARISON_PRECISION / 2)), high / (1.0 + COMPARISON_PRECISION / 2))
 
     def _sort_by_goodput(self, candidates: Iterable[SliderCandidate], fidelity: Fidelity) -> list[SliderCandidate]:
         return sorted(candidates, key=lambda candidate: -self._describe(candidate, fidelity).goodput_rps)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
-from sluice_core.records import Decision, EarlyRejection, FlowParameters, Hold, PrefillRequest, RequestId
+from sluice_core.records import Decision, EarlyRejection, Hold, PrefillRequest, RequestId, StrategyParameters
 from sluice_core.scheduling.early_rejection import place_at_random, reject_late
 from sluice_core.scheduling.engine_state import Entry, get_queue_rank, get_view
 from sluice_core.scheduling.engine_table import EngineTable
@@ -64,7 +64,7 @@ class LengthAwarePlacement:
         records: The last decisions, oldest first.
     """
 
-    def __init__(self, parameters: FlowParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
+    def __init__(self, parameters: StrategyParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
         self.parameters = parameters
         self.records: deque[PlacementRecord] = deque(maxlen=num_records)
         self._num_records = num_records

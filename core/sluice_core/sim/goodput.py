@@ -16,7 +16,7 @@ from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.workload import PoissonWorkload
 from sluice_core.slo import DEFAULT_ATTAINMENT
 
-PRECISION = 0.02
+GOODPUT_PRECISION = 0.02
 _GROWTH = 1.6
 _MOST_STEPS = 40
 
@@ -97,7 +97,7 @@ def bisect_rate(attempt: Callable[[float], RunSummary | None], start_rps: float)
             fails_at_rps = rate_rps
         else:
             best = GoodputRun(rate_rps=rate_rps, summary=summary)
-    while fails_at_rps / best.rate_rps > 1.0 + PRECISION:
+    while fails_at_rps / best.rate_rps > 1.0 + GOODPUT_PRECISION:
         rate_rps = math.sqrt(best.rate_rps * fails_at_rps)
         summary = attempt(rate_rps)
         if summary is None:

@@ -161,7 +161,7 @@ def make_problem(request: SearchRequest) -> PlanningProblem:
         engines={1: make_engine(request)},
         strategies=STRATEGIES,
         # Those that candidates vary are each candidate's own.
-        parameters=constraints.flow_parameters,
+        parameters=constraints.strategy_parameters,
         # As the engines and routers that it plans for.
         options=SimOptions(schedules_ahead=True, wait_limit_s=ROUTER_WAIT_LIMIT_S),
         classes=named,
@@ -207,8 +207,8 @@ def make_space(request: SearchRequest) -> SearchSpace:
         prefill_heavy=PrefillHeavyBounds(
             low=int(low.removesuffix("%")), high=int(high.removesuffix("%")), is_percent=low.endswith("%")
         ),
-        watermarks=(constraints.flow_parameters.watermark,),
-        approaching_factors=(constraints.flow_parameters.approaching_factor,),
+        watermarks=(constraints.strategy_parameters.watermark,),
+        approaching_factors=(constraints.strategy_parameters.approaching_factor,),
     )
 
 
@@ -225,8 +225,8 @@ def make_candidate(request: SearchRequest) -> SliderCandidate:
         num_decode_heavy=constraints.replicas - count,
         prefill_heavy_tokens=sliders.prefill_heavy_tokens,
         decode_heavy_tokens=0 if is_aggregated else sliders.decode_heavy_tokens,
-        watermark=constraints.flow_parameters.watermark,
-        approaching_factor=constraints.flow_parameters.approaching_factor,
+        watermark=constraints.strategy_parameters.watermark,
+        approaching_factor=constraints.strategy_parameters.approaching_factor,
     )
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
     from sluice_core.scheduling.engine_table import EngineTable
     from sluice_router.scheduling.state import EnginePool, RouterState
-    from sluice_router.settings import Limits
+    from sluice_router.settings import SchedulingLimits
 
 
 def set_addresses(state: RouterState, addresses: frozenset[str]) -> None:
@@ -100,7 +100,9 @@ def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now:
     return engine
 
 
-def find_failure(limits: Limits, table: EngineTable, engine: ConnectedEngine, now: float) -> tuple[str, str] | None:
+def find_failure(
+    limits: SchedulingLimits, table: EngineTable, engine: ConnectedEngine, now: float
+) -> tuple[str, str] | None:
     """Checks whether an engine is silent or hangs.
 
     Returns:
@@ -128,7 +130,7 @@ def _has_work(engine: ConnectedEngine) -> bool:
     )
 
 
-def _age_limit_s(limits: Limits, table: EngineTable, engine: ConnectedEngine) -> float:
+def _age_limit_s(limits: SchedulingLimits, table: EngineTable, engine: ConnectedEngine) -> float:
     """The longest time that an iteration may take: a multiple of what the latency model predicts for a full one."""
     if engine.engine_id not in table:
         return limits.iteration_age_floor_s

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sluice_router.observability.request_traces import RequestTraces
     from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint, LiveRequest, PendingClaim, Submission
     from sluice_router.scheduling.requests import ClaimTaker, Finish, FoundRequest, NewRequest, ResponseStream
-    from sluice_router.settings import Limits
+    from sluice_router.settings import SchedulingLimits
     from sluice_router.text.prompt_hashes import PrefixScheme
 
 
@@ -253,7 +253,7 @@ class RouterState:
         self,
         *,
         router_id: str,
-        limits: Limits,
+        limits: SchedulingLimits,
         rng: random.Random,
         started_unix_s: int = 0,
         model_id: str = "",

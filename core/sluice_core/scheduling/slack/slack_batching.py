@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Final
 
 from sluice_core.latency import LatencyModel
-from sluice_core.records import FlowParameters, MoveCause, MoveProposal
+from sluice_core.records import MoveCause, MoveProposal, StrategyParameters
 from sluice_core.scheduling.batching import BatchLimits, EngineBatch
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import MAX_STANDING_PROPOSALS, propose_all
@@ -32,7 +32,7 @@ class SlackBatching(ChunkedPrefillPolicy):
 
     uses_latency = True
 
-    def __init__(self, parameters: FlowParameters, *, counts_decodes: bool = True) -> None:
+    def __init__(self, parameters: StrategyParameters, *, counts_decodes: bool = True) -> None:
         super().__init__(counts_decodes=counts_decodes)
         self._tpot_share = parameters.tpot_share
         self._least_prefill_share = parameters.least_prefill_share

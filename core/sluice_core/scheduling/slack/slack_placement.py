@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from sluice_core.records import (
     Decision,
     EngineId,
-    FlowParameters,
     Hold,
     IterationShape,
     PrefillRequest,
+    StrategyParameters,
 )
 from sluice_core.scheduling.batching import PRIORITY_HEAD_START_S
 from sluice_core.scheduling.decode_flow import FlowRequest
@@ -36,7 +36,7 @@ from sluice_core.scheduling.prefill_feasibility import AssignPass
 class SlackPlacement(LengthAwarePlacement):
     """Places each prefill where it is done first, the earliest deadline first; see the module."""
 
-    def __init__(self, parameters: FlowParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
+    def __init__(self, parameters: StrategyParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
         super().__init__(parameters, rng, num_records)
         # Of the fastest engine at the last pass: seconds per token, and per squared token for attention.
         self._token_s = 0.0
@@ -121,7 +121,7 @@ class DecodePacking:
         parameters: Of the strategy.
     """
 
-    def __init__(self, parameters: FlowParameters) -> None:
+    def __init__(self, parameters: StrategyParameters) -> None:
         self._share = parameters.pack_share
         self._watermark = parameters.watermark
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from sluice_core.records import Decision, FlowParameters, Hold, Leg, PrefillRequest, RequestId
+from sluice_core.records import Decision, Hold, Leg, PrefillRequest, RequestId, StrategyParameters
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import EngineState, get_view
 from sluice_core.scheduling.engine_table import EngineTable
@@ -61,7 +61,7 @@ class SplitPlacement(LengthAwarePlacement):
 
     def __init__(
         self,
-        parameters: FlowParameters,
+        parameters: StrategyParameters,
         rng: random.Random,
         num_records: int = NUM_RECORDS,
         *,
