@@ -10,7 +10,7 @@ import yaml
 from testbed.settings import ROOT
 from verdicts import Case, make_manifest, read_table
 
-from sluice_operator.api import validation
+from sluice_operator.api import cross_field_rules
 from sluice_operator.api.manifest import ManifestError, check_manifest
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ def test_the_server_gives_the_verdict_of_the_model(client: Client, case: Case) -
     assert refused_by_the_server(client, case.manifest) == refused_by_the_model(case.manifest) == case.refused
 
 
-@pytest.mark.parametrize("argument", validation.OWNED_ARGUMENTS)
+@pytest.mark.parametrize("argument", cross_field_rules.OWNED_ARGUMENTS)
 def test_the_server_refuses_arguments_that_sluice_sets(client: Client, argument: str) -> None:
     arguments = [form.format(argument.replace("-", "_")) for form in ("--{}", "-{}=1", "--no-{}", "--{}.x=1")]
     found = refused_by_the_server(client, make_manifest({"engine": {"extraArgs": ["--seed=1", *arguments]}}, {}))
     assert found == {f"spec.engine.extraArgs[{index}]" for index in (1, 2, 3, 4)}
 
 
-@pytest.mark.parametrize("name", sorted(validation.OWNED_ENVIRONMENT))
+@pytest.mark.parametrize("name", sorted(cross_field_rules.OWNED_ENVIRONMENT))
 def test_the_server_refuses_variables_that_sluice_sets(client: Client, name: str) -> None:
     found = refused_by_the_server(client, make_manifest({"engine": {"env": [{"name": name, "value": "1"}]}}, {}))
     assert found == {"spec.engine.env[0].name"}

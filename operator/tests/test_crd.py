@@ -16,7 +16,7 @@ from pydantic.alias_generators import to_camel
 from verdicts import Case, make_manifest, merge, read_table, validate
 
 from sluice_core.strategies import DEFAULT_STRATEGY, STRATEGIES
-from sluice_operator.api import names, validation
+from sluice_operator.api import cross_field_rules, names
 from sluice_operator.api.condition_types import REASONS, ConditionType
 from sluice_operator.api.manifest import ManifestError, check_manifest
 from sluice_operator.api.serving_cluster import ServingCluster
@@ -116,7 +116,7 @@ def test_both_give_one_verdict_on_cases_put_together(cases: list[Case]) -> None:
     assert bool(by_model & by_crd) == bool(by_model)
 
 
-@pytest.mark.parametrize("argument", validation.OWNED_ARGUMENTS)
+@pytest.mark.parametrize("argument", cross_field_rules.OWNED_ARGUMENTS)
 @pytest.mark.parametrize("form", ["--{}", "-{}=1", "--no-{}", "--{}.x=1"])
 def test_arguments_that_sluice_sets_are_refused_by_both(argument: str, form: str) -> None:
     for name in {argument, argument.replace("-", "_")}:
@@ -125,7 +125,7 @@ def test_arguments_that_sluice_sets_are_refused_by_both(argument: str, form: str
         assert {refusal.field for refusal in validate(manifest)} == {"spec.engine.extraArgs[0]"}
 
 
-@pytest.mark.parametrize("name", sorted(validation.OWNED_ENVIRONMENT))
+@pytest.mark.parametrize("name", sorted(cross_field_rules.OWNED_ENVIRONMENT))
 def test_variables_that_sluice_sets_are_refused_by_both(name: str) -> None:
     manifest = make_manifest({"engine": {"env": [{"name": name, "value": "1"}]}}, {})
     assert refused_by_the_model(manifest) == {"spec.engine.env[0].name"}
@@ -136,21 +136,21 @@ def test_the_crd_names_no_argument_or_variable_that_the_model_lets_through() -> 
     (argument_rule,) = (rule["rule"] for path, rule in RULES if path.endswith("extraArgs[]"))
     words = re.search(r"\(no\[-_\]\)\?\((.*?)\)\(", argument_rule)
     assert words
-    assert {word.replace("[-_]", "-") for word in words[1].split("|")} == set(validation.OWNED_ARGUMENTS)
+    assert {word.replace("[-_]", "-") for word in words[1].split("|")} == set(cross_field_rules.OWNED_ARGUMENTS)
     (name_rule,) = {rule["rule"] for path, rule in RULES if path.endswith("env[]") and "startsWith" in rule["rule"]}
-    assert set(re.findall(r"'([A-Z_]+)'", name_rule)) - {"SLUICE_"} == validation.OWNED_ENVIRONMENT
+    assert set(re.findall(r"'([A-Z_]+)'", name_rule)) - {"SLUICE_"} == cross_field_rules.OWNED_ENVIRONMENT
 
 
 def test_the_crd_names_the_ports_of_the_pods() -> None:
     ports = {
         port for path, rule in RULES if path.endswith("network.kvPort") for port in re.findall(r"[0-9]+", rule["rule"])
     }
-    assert {int(port) for port in ports} == set(validation.ENGINE_PORTS)
+    assert {int(port) for port in ports} == set(cross_field_rules.ENGINE_PORTS)
     (range_rule,) = (rule for path, rule in RULES if path.endswith("network") and "tcpPortRange" in rule["rule"])
     listed = re.search(r"\[self\.kvPort, ([0-9, ]+)\]", range_rule["rule"])
     assert listed
-    assert {int(port) for port in listed[1].split(", ")} == set(validation.ENGINE_PORTS)
-    assert {int(port) for port in re.findall(r"[0-9]+", range_rule["message"])} == set(validation.ENGINE_PORTS)
+    assert {int(port) for port in listed[1].split(", ")} == set(cross_field_rules.ENGINE_PORTS)
+    assert {int(port) for port in re.findall(r"[0-9]+", range_rule["message"])} == set(cross_field_rules.ENGINE_PORTS)
     (service_rule,) = (rule["rule"] for path, rule in RULES if path.endswith("service.port"))
     assert service_rule == f"self != {names.GRPC_PORT}"
 
@@ -169,7 +169,7 @@ def test_each_rule_of_the_model_is_broken_by_a_case() -> None:
             ServingCluster.model_validate(case.manifest)
         except ValidationError as error:
             broken |= {details["type"] for details in error.errors()}
-    assert {rule.__name__.lstrip("_") for rule in validation.RULES} <= broken
+    assert {rule.__name__.lstrip("_") for rule in cross_field_rules.RULES} <= broken
 
 
 @pytest.mark.parametrize(("path", "rule"), RULES, ids=[f"{path}: {rule['message']}" for path, rule in RULES])

@@ -9,9 +9,9 @@ from cluster_harness import World
 from desired_harness import engine_template, router_template
 
 from sluice_operator.api.model_identity import identify_model
-from sluice_operator.api.model_spec import ModelSpec
 from sluice_operator.api.names import COMPONENT_LABEL, MODEL_LABEL
-from sluice_operator.api.spec import RolloutSpec
+from sluice_operator.api.spec.model_spec import ModelSpec
+from sluice_operator.api.spec.rollout_spec import RolloutSpec
 from sluice_operator.kubernetes.interface import PODS, SERVICES
 from sluice_operator.planning.model_switch import SplitStep, split_fleet
 

@@ -15,7 +15,8 @@ from sluice_operator.api import names
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.model_identity import REVISION_KEY_PREFIX, identify_model
 from sluice_operator.api.sliders import Sliders
-from sluice_operator.api.spec import ModelSpec, RolloutGateSpec
+from sluice_operator.api.spec.model_spec import ModelSpec
+from sluice_operator.api.spec.rollout_spec import RolloutGateSpec
 from sluice_operator.autotune.decision import StoredSliders
 from sluice_operator.planning.model_switch import (
     ModelSwitch,

@@ -10,7 +10,6 @@ import pytest
 import yaml
 from verdicts import LEAST
 
-from sluice_operator.api import serving_cluster, spec
 from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.field_types import ManifestModel
 from sluice_operator.api.manifest import ManifestError, check_manifest, parse_manifest
@@ -283,12 +282,12 @@ def test_each_field_says_what_its_change_does(path: str, value: object, effect: 
     assert [(change.field, change.new, change.effect) for change in changes] == [(path, value, effect)]
 
 
+def list_models(model: type[ManifestModel] = ManifestModel) -> list[type[ManifestModel]]:
+    return [model, *(kind for child in model.__subclasses__() for kind in list_models(child))]
+
+
 def test_every_field_is_described() -> None:
-    models = [
-        model
-        for model in {**vars(spec), **vars(serving_cluster)}.values()
-        if isinstance(model, type) and issubclass(model, ManifestModel)
-    ]
+    models = list_models()
     names = [
         f"{model.__name__}.{name}" for model in models for name, f in model.model_fields.items() if not f.description
     ]

@@ -8,7 +8,7 @@ import watchfiles
 
 from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.manifest import ManifestError, ManifestProblem, parse_manifest
-from sluice_operator.api.spec import RolloutSpec
+from sluice_operator.api.spec.rollout_spec import RolloutSpec
 from sluice_operator.api.spec_changes import FieldChange, diff_specs
 
 if TYPE_CHECKING:

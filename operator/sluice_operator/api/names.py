@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sluice_core.records import Role
 
 if TYPE_CHECKING:
-    from sluice_operator.api.spec import Metadata
+    from sluice_operator.api.spec.cluster_spec import Metadata
 
 GROUP = "sluice.dev"
 # Field manager of what we apply, and value of the managed-by label.

@@ -7,9 +7,9 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
-from sluice_operator.api import validation
+from sluice_operator.api import cross_field_rules
 from sluice_operator.api.field_types import ManifestModel
-from sluice_operator.api.spec import Metadata, SpecFields
+from sluice_operator.api.spec.cluster_spec import Metadata, SpecFields
 
 KIND = "ServingCluster"
 
@@ -25,7 +25,7 @@ class ServingClusterSpec(SpecFields):
                 loc=found.path,
                 input=found.value,
             )
-            for rule, found in validation.find_violations(self)
+            for rule, found in cross_field_rules.find_violations(self)
         ]
         if broken:
             raise ValidationError.from_exception_data(type(self).__name__, broken)

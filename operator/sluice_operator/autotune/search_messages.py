@@ -16,7 +16,7 @@ from sluice_operator.autotune.workload import SAMPLE_GROWTH, WorkloadSample, has
 if TYPE_CHECKING:
     from sluice_core.records import StrategyParameters
     from sluice_operator.api.serving_cluster import ServingClusterSpec
-    from sluice_operator.api.spec import CountBounds, TokenBounds
+    from sluice_operator.api.spec.autotune_spec import CountBounds, TokenBounds
 
 # Least chunk size of P-heavy engines where no bounds are given.
 MIN_PREFILL_TOKENS = 64

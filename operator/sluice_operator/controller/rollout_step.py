@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.model_identity import identify_model
-from sluice_operator.api.model_spec import ModelSpec
+from sluice_operator.api.spec.model_spec import ModelSpec
 from sluice_operator.controller.cluster_state import MeasuredBatch
 from sluice_operator.controller.preconditions import has_served
 from sluice_operator.kubernetes.interface import annotations_of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from sluice_core.records import EngineId
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.api.spec import RolloutGateSpec
+    from sluice_operator.api.spec.rollout_spec import RolloutGateSpec
     from sluice_operator.controller.cluster_state import ClusterState
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
     from sluice_operator.kubernetes.interface import Object

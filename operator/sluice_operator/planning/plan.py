@@ -15,9 +15,9 @@ from sluice.v1 import plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_operator.api import names
 from sluice_operator.api.model_identity import REVISION_KEY_PREFIX
-from sluice_operator.api.model_spec import ModelSpec
 from sluice_operator.api.proto_enums import ROLES
 from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.api.spec.model_spec import ModelSpec
 from sluice_operator.autoscaling.stored_scale import StoredScale
 from sluice_operator.autotune.decision import StoredSliders
 from sluice_operator.kubernetes.interface import annotations_of

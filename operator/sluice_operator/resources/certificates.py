@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.api.spec import TlsSpec
+    from sluice_operator.api.spec.network_spec import TlsSpec
     from sluice_operator.kubernetes.interface import Object
 
 KEYS, FRONT, PEERS = "api-keys", "front-tls", "peer-tls"
@@ -139,7 +139,7 @@ def find_certificate_failures(live: Sequence[Object]) -> list[Failure]:
 def _render_certificate(
     cluster: str, purpose: str, tls: TlsSpec, hosts: Sequence[str], usages: Sequence[str]
 ) -> Object:
-    assert tls.issuer_ref is not None, "mode CertManager has an issuer (api/validation.py)"
+    assert tls.issuer_ref is not None, "mode CertManager has an issuer (api/cross_field_rules.py)"
     component = names.ROUTER if purpose == names.FRONT else purpose
     name = names.name_certificate(cluster, purpose)
     return {

@@ -30,8 +30,8 @@ from sluice_operator.resources.router_deployment import render_routers
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sluice_operator.api.model_spec import ModelSpec
     from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.api.spec.model_spec import ModelSpec
     from sluice_operator.kubernetes.interface import Object
     from sluice_operator.resources.rollout_state import RolloutState
     from sluice_operator.settings import OperatorSettings

@@ -9,7 +9,7 @@ from sluice_operator.api.names import METRICS_PORT
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sluice_operator.api.pod_fields import PodFields, Resources
+    from sluice_operator.api.spec.pod_fields import PodFields, Resources
     from sluice_operator.kubernetes.interface import Object
 
 # Routers notice a terminating pod at their next DNS resolution; until then it must still answer.

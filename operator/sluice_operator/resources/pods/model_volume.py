@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sluice_operator.api.model_identity import identify_model, name_revision_key, needs_resolution
 
 if TYPE_CHECKING:
-    from sluice_operator.api.model_spec import CaBundle, HuggingFaceSource, ModelSpec
+    from sluice_operator.api.spec.model_spec import CaBundle, HuggingFaceSource, ModelSpec
     from sluice_operator.kubernetes.interface import Object
 
 MODEL_DIRECTORY = "/model"
@@ -67,7 +67,7 @@ def mount_model(model: ModelSpec, plan_name: str, *, files: tuple[str, ...] = ()
     if source.image:
         # Read-only by nature; the kubelet pulls it as it pulls any image.
         return _mount({"image": {"reference": source.image.reference}}, source.image.path)
-    assert source.hugging_face is not None, "exactly one source is given (api/validation.py)"
+    assert source.hugging_face is not None, "exactly one source is given (api/cross_field_rules.py)"
     return _fetch(model, source.hugging_face, plan_name, files)
 
 
@@ -160,7 +160,7 @@ def render_fetch_environment(source: HuggingFaceSource) -> dict[str, str]:
 
 def _render_ca_volume(bundle: CaBundle) -> Object:
     reference = bundle.config_map_key_ref or bundle.secret_key_ref
-    assert reference is not None, "exactly one is given (api/validation.py)"
+    assert reference is not None, "exactly one is given (api/cross_field_rules.py)"
     items = [{"key": reference.key, "path": CA_FILE}]
     if bundle.config_map_key_ref:
         return {"name": CA_VOLUME, "configMap": {"name": reference.name, "items": items}}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sluice_operator.resources.pods.containers import PRE_STOP_S
 
 if TYPE_CHECKING:
-    from sluice_operator.api.pod_fields import PodFields
+    from sluice_operator.api.spec.pod_fields import PodFields
     from sluice_operator.kubernetes.interface import Object
 
 # Time beyond the drain for the interpreter and the kubelet to finish.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sluice_operator.resources.pods.containers import CONTAINER_SECURITY
 
 if TYPE_CHECKING:
-    from sluice_operator.api.spec import RdmaSpec
+    from sluice_operator.api.spec.network_spec import RdmaSpec
     from sluice_operator.kubernetes.interface import Object
 
 CLAIM = "rdma"

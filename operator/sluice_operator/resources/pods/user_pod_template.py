@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from sluice_operator.api.cross_field_rules import OWNED_ENVIRONMENT, OWNED_PREFIX
 from sluice_operator.api.names import (
     CLUSTER_LABEL,
     COMPONENT_LABEL,
@@ -19,7 +20,6 @@ from sluice_operator.api.names import (
     ROLE_LABEL,
     ROUTER,
 )
-from sluice_operator.api.validation import OWNED_ENVIRONMENT, OWNED_PREFIX
 from sluice_operator.resources.pods.containers import CONTAINER_SECURITY
 from sluice_operator.resources.pods.model_volume import FETCH_MODEL, RESOLVE_MODEL
 from sluice_operator.resources.pods.pod_defaults import POD_SECURITY

@@ -1,0 +1,1 @@
+"""The fields of a ServingCluster's spec, one module per section."""
