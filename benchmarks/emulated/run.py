@@ -31,7 +31,7 @@ from benchmarks.local_cluster.cluster import BenchmarkCluster, ClusterError, run
 from benchmarks.local_cluster.figures import describe_machine
 
 from sluice_core.records import IterationShape
-from sluice_engine.emulation.emulated_gpu import EmulatedGpu, load_gpu
+from sluice_engine.emulation.emulated_gpu_profile import EmulatedGpu, load_gpu
 from sluice_engine.errors import SettingsError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_cli.simulation.cluster_spec import read_manifest_spec
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId
-from sluice_engine.emulation.emulated_gpu import find_gpu
+from sluice_engine.emulation.emulated_gpu_profile import find_gpu
 from sluice_engine.settings import EmulationSettings
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.resources.commands import EngineSite, RouterSite, render_engine_command, render_router_command

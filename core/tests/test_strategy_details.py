@@ -12,12 +12,12 @@ from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import EngineBatch
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.holding import MAX_ASSIGNED_AT_ONCE, compute_urgency, select_urgent
 from sluice_core.scheduling.iteration_limit import fit_prefill_room
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.scheduling.rolling.macro_instances import MacroInstances
 from sluice_core.scheduling.splitting.output_lengths import KnownLengths, NoisyLengths, RunningQuantile
 from sluice_core.scheduling.splitting.profile_table import ProfileTable
+from sluice_core.scheduling.waiting_order import MAX_ASSIGNED_AT_ONCE, compute_urgency, select_urgent
 from sluice_core.strategies import STRATEGIES, get_strategy
 from sluice_core.strategies.parameters import WATERMARK
 

@@ -137,7 +137,7 @@ def test_an_emulated_gpu_is_scheduled_as_one_and_loads_nothing(launch, tiny_mode
         "async_scheduling": True,
         "distributed_executor_backend": "sluice_engine.emulation.emulated_executor.EmulatedExecutor",
     }
-    assert emulation == {launch.emulated_gpu.CONFIG_KEY: settings.emulation.model_dump()}
+    assert emulation == {launch.emulated_gpu_profile.CONFIG_KEY: settings.emulation.model_dump()}
     assert (transfer.kv_connector, transfer.kv_connector_module_path, transfer.kv_connector_extra_config) == (
         "EmulatedConnector",
         "sluice_engine.emulation.emulated_kv_transfer",

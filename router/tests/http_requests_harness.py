@@ -7,7 +7,7 @@ import contextlib
 import httpx
 
 from sluice_router.api.http_api import HttpApi
-from sluice_router.api.http_settings import HttpSettings
+from sluice_router.settings import HttpSettings
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

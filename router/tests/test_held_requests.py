@@ -12,9 +12,8 @@ from edge_fakes import FakePlane, connect, read_until, request_bytes, say
 from fake_engine import expected_output, make_plan
 
 from sluice_router.api.http_api import HttpApi
-from sluice_router.api.http_settings import HttpSettings
 from sluice_router.errors import NoEngineError
-from sluice_router.settings import SchedulingLimits
+from sluice_router.settings import HttpSettings, SchedulingLimits
 
 ONE = {"d0": "D"}
 HOLD_S = 600

@@ -13,9 +13,9 @@ from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.holding import Urgency, compute_urgency
 from sluice_core.scheduling.placement_records import NUM_RECORDS, PlacementRecord
 from sluice_core.scheduling.splitting.output_lengths import OutputLengths
+from sluice_core.scheduling.waiting_order import Urgency, compute_urgency
 from sluice_core.strategies.parameters import Parameter, format_parameters, read_parameters
 
 

@@ -11,9 +11,9 @@ from sluice_core.records import Decision, EngineId, MoveCause, PrefillRequest, S
 from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.holding import Urgency, compute_urgency
 from sluice_core.scheduling.slack.slack_batching import SlackBatching
 from sluice_core.scheduling.slack.slack_placement import DecodePacking, SlackPlacement
+from sluice_core.scheduling.waiting_order import Urgency, compute_urgency
 from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.parameters import (
     CREDIT,

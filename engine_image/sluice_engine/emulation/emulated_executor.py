@@ -22,7 +22,7 @@ from sluice_core.latency import compute_attention_work
 from sluice_core.latency.measured_profiles import DEFAULT_ASSUMPTIONS
 from sluice_core.records import IterationShape
 from sluice_engine.core_encoding import decode_extras
-from sluice_engine.emulation.emulated_gpu import find_gpu, read_settings
+from sluice_engine.emulation.emulated_gpu_profile import find_gpu, read_settings
 from sluice_engine.emulation.emulated_kv_transfer import EmulatedTransfers, KvPort
 from sluice_engine.emulation.emulated_tokens import choose_token, hash_prompt
 

@@ -19,7 +19,7 @@ from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from sluice.v1 import engine_pb2 as wire
-from sluice_engine.emulation.emulated_gpu import find_gpu
+from sluice_engine.emulation.emulated_gpu_profile import find_gpu
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -23,7 +23,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor.abstract import Executor
 
 from sluice_engine import plugin
-from sluice_engine.emulation import emulated_gpu
+from sluice_engine.emulation import emulated_gpu_profile
 from sluice_engine.errors import StartError
 from sluice_engine.processes import die_with_parent
 from sluice_engine.startup import model_classes
@@ -175,7 +175,7 @@ def cpu_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 def emulated_arguments(settings: EngineSettings, arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of an emulated GPU: scheduled as one, with nothing to load."""
     assert settings.emulation is not None
-    emulated_gpu.find_gpu(settings.emulation)
+    emulated_gpu_profile.find_gpu(settings.emulation)
     transfer = arguments["kv_transfer_config"]
     transfer.kv_connector = "EmulatedConnector"
     transfer.kv_connector_module_path = "sluice_engine.emulation.emulated_kv_transfer"
@@ -188,7 +188,7 @@ def emulated_arguments(settings: EngineSettings, arguments: dict[str, Any]) -> d
         "skip_tokenizer_init": True,
         "async_scheduling": True,
         "distributed_executor_backend": "sluice_engine.emulation.emulated_executor.EmulatedExecutor",
-        "additional_config": {emulated_gpu.CONFIG_KEY: settings.emulation.model_dump()},
+        "additional_config": {emulated_gpu_profile.CONFIG_KEY: settings.emulation.model_dump()},
     }
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2
-from sluice_core.latency.learned_model import LinearCoefficients
+from sluice_core.latency.online_latency_model import LinearCoefficients
 from sluice_core.records import IterationShape
 
 if TYPE_CHECKING:

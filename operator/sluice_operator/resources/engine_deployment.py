@@ -14,7 +14,7 @@ from sluice_operator.api.model_identity import identify_model
 from sluice_operator.kubernetes.quantities import add_bytes
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import EngineSite, render_engine_command, render_engine_environment
-from sluice_operator.resources.pods import containers, pod_defaults, rdma
+from sluice_operator.resources.pods import containers, pod_defaults, pod_placement, rdma
 from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
 from sluice_operator.resources.pods.user_pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash
@@ -111,10 +111,10 @@ def _render_template(cluster: ServingCluster, image: str, gpu_resource_name: str
                 spec.engine.service_account_name or names.name_workload(name, names.ENGINE),
                 spec.engine.drain_timeout_seconds,
             ),
-            "topologySpreadConstraints": pod_defaults.render_topology_spread(labels),
+            "topologySpreadConstraints": pod_placement.render_topology_spread(labels),
             "containers": [container],
             "volumes": [*model.volumes, pod_defaults.TMP_VOLUME, {"name": SHARED_MEMORY, "emptyDir": memory}, *volumes],
-            **pod_defaults.render_placement(spec.engine),
+            **pod_placement.render_placement(spec.engine),
         },
     }
     if model.init_containers:

@@ -8,7 +8,7 @@ from sluice_operator.api import names
 from sluice_operator.api.model_identity import identify_model
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import RouterSite, render_router_command
-from sluice_operator.resources.pods import containers, pod_defaults
+from sluice_operator.resources.pods import containers, pod_defaults, pod_placement
 from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
 from sluice_operator.resources.pods.user_pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ROUTERS, compute_rollout_hash
@@ -83,10 +83,10 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
                 spec.router.service_account_name or names.name_workload(name, names.ROUTER),
                 spec.router.drain_timeout_seconds,
             ),
-            "topologySpreadConstraints": pod_defaults.render_topology_spread(labels),
+            "topologySpreadConstraints": pod_placement.render_topology_spread(labels),
             "containers": [container],
             "volumes": [*model.volumes, pod_defaults.TMP_VOLUME, plan, *volumes],
-            **pod_defaults.render_placement(spec.router),
+            **pod_placement.render_placement(spec.router),
         },
     }
     if model.init_containers:

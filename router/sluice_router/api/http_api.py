@@ -17,16 +17,9 @@ from sluice.certificates import load_chain, make_server_context
 from sluice_core.records import RequestId
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.http_connection import CONTINUE, ConnectionSettings, EdgeServer, EdgeSite, connection_of
+from sluice_router.api.http_errors import REASON_HEADER, refuse
 from sluice_router.api.http_generation import SERVER, HttpGeneration
-from sluice_router.api.http_settings import HttpSettings
-from sluice_router.api.info_endpoints import (
-    METRICS_PATH,
-    PROBE_PATHS,
-    REASON_HEADER,
-    InfoEndpoints,
-    format_ignored,
-    refuse,
-)
+from sluice_router.api.info_endpoints import METRICS_PATH, PROBE_PATHS, InfoEndpoints
 from sluice_router.api.objectives import CAPABILITY_HEADER, read_objectives
 from sluice_router.api.openai_requests import ChatBody, FieldError, parse_chat, parse_completion, quote
 from sluice_router.api.request_preparation import (
@@ -48,6 +41,7 @@ from sluice_router.errors import (
 from sluice_router.observability.request_traces import read_trace_headers
 from sluice_router.security.access_control import OPEN_ACCESS
 from sluice_router.security.cors import CorsPolicy
+from sluice_router.settings import HttpSettings
 
 if TYPE_CHECKING:
     import ssl
@@ -62,6 +56,7 @@ if TYPE_CHECKING:
     Handler = Callable[[web.BaseRequest, float], Awaitable[web.StreamResponse]]
 
 REQUEST_ID_HEADER = "x-request-id"
+MAX_IGNORED_CHARACTERS = 1024  # of the header that names ignored fields
 # Where a request keeps whose key it came with.
 OWNER = web.RequestKey("owner", str)
 # Where a request keeps the router's id of it, once it has one.
@@ -408,3 +403,11 @@ def _answer_expectation(request: web.BaseRequest) -> None:
         )
     if request.transport is not None and not request.transport.is_closing():
         request.transport.write(CONTINUE)
+
+
+def format_ignored(names: list[str]) -> dict[str, str]:
+    """Formats the header that names ignored fields; what does not belong into a header is shown as ``?``."""
+    if not names:
+        return {}
+    shown = ("".join(c if c.isascii() and c.isprintable() and c != "," else "?" for c in name) for name in names)
+    return {"x-sluice-ignored": ", ".join(shown)[:MAX_IGNORED_CHARACTERS]}

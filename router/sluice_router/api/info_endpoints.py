@@ -1,21 +1,18 @@
-"""Endpoints of the HTTP API that ask no engine: models, health, metrics, version, explanations; and errors."""
+"""Endpoints of the HTTP API that ask no engine: models, health, metrics, version, explanations."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from sluice_router.api.openai_responses import format_error, strip_id_prefix
-from sluice_router.error_statuses import error_status_of
+from sluice_router.api.http_errors import refuse
+from sluice_router.api.openai_responses import strip_id_prefix
 from sluice_router.errors import (
     InvalidRequestError,
     ModelNotFoundError,
-    RouterError,
-    UnauthenticatedError,
 )
 
 if TYPE_CHECKING:
@@ -24,14 +21,12 @@ if TYPE_CHECKING:
     from sluice_router.scheduling.requests import DataPlane
     from sluice_router.text.tokenizer import ModelText
 
-REASON_HEADER = "x-sluice-reason"
 MODELS_PREFIX = "/v1/models/"
 DEBUG_PREFIX = "/debug/requests/"
 METRICS_PATH = "/metrics"
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DISTRIBUTION = "sluice-serve"
 MAX_QUOTED_ID_CHARACTERS = 128
-MAX_IGNORED_CHARACTERS = 1024
 
 
 # What says whether and how the router runs, and nothing about requests: open to those who have no key.
@@ -122,27 +117,3 @@ class InfoEndpoints:
             )
             return refuse(InvalidRequestError(message, code="unknown_request"), status=404)
         return web.json_response(story)
-
-
-def refuse(error: RouterError, *, status: int | None = None, headers: dict[str, str] | None = None) -> web.Response:
-    """Answers with an error.
-
-    Args:
-        error: What went wrong.
-        status: Overrides the table's status, for what is special to HTTP.
-        headers: More headers.
-    """
-    headers = {**(headers or {}), REASON_HEADER: error.code}
-    if error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
-    if isinstance(error, UnauthenticatedError):
-        headers["WWW-Authenticate"] = "Bearer"
-    return web.json_response(format_error(error), status=status or error_status_of(error).http_status, headers=headers)
-
-
-def format_ignored(names: list[str]) -> dict[str, str]:
-    """Formats the header that names ignored fields; what does not belong into a header is shown as ``?``."""
-    if not names:
-        return {}
-    shown = ("".join(c if c.isascii() and c.isprintable() and c != "," else "?" for c in name) for name in names)
-    return {"x-sluice-ignored": ", ".join(shown)[:MAX_IGNORED_CHARACTERS]}

@@ -1,4 +1,4 @@
-"""What all pods share: security context, grace period, service account, where they run, how they spread."""
+"""What all pods share: security context, grace period, service account."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from sluice_operator.resources.pods.containers import PRE_STOP_S
 
 if TYPE_CHECKING:
-    from sluice_operator.api.spec.pod_fields import PodFields
     from sluice_operator.kubernetes.interface import Object
 
 # Time beyond the drain for the interpreter and the kubelet to finish.
@@ -23,17 +22,6 @@ POD_SECURITY: Object = {
     "fsGroupChangePolicy": "OnRootMismatch",
 }
 TMP_VOLUME: Object = {"name": "tmp", "emptyDir": {}}
-
-
-def render_placement(fields: PodFields) -> Object:
-    """Renders where a pod runs, and by which credentials its images are pulled, without empty parts."""
-    placement: Object = {
-        "imagePullSecrets": [{"name": name} for name in fields.image_pull_secrets],
-        "nodeSelector": dict(fields.node_selector),
-        "tolerations": [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in fields.tolerations],
-        "affinity": fields.affinity,
-    }
-    return {name: value for name, value in placement.items() if value}
 
 
 def render_pod_defaults(service_account: str, drain_s: int) -> Object:
@@ -52,15 +40,3 @@ def render_pod_defaults(service_account: str, drain_s: int) -> Object:
         # Longer than the preStop sleep and the drain together.
         "terminationGracePeriodSeconds": PRE_STOP_S + drain_s + TERMINATION_MARGIN_S,
     }
-
-
-def render_topology_spread(labels: dict[str, str]) -> list[Object]:
-    """Renders the constraint that spreads pods over nodes where possible."""
-    return [
-        {
-            "maxSkew": 1,
-            "topologyKey": "kubernetes.io/hostname",
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {"matchLabels": labels},
-        }
-    ]

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import IterationShape
-from sluice_engine.emulation.emulated_gpu import find_gpu
+from sluice_engine.emulation.emulated_gpu_profile import find_gpu
 from sluice_engine.errors import SettingsError
 from sluice_engine.settings import EmulationSettings
 
