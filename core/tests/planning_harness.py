@@ -10,7 +10,7 @@ from sluice_core.planning.candidates import (
     SearchSpace,
     SliderCandidate,
 )
-from sluice_core.planning.search import SearchEffort
+from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialResult
 from sluice_core.records import EngineId, Role, Slo
 from sluice_core.sim.cell import EngineSetup

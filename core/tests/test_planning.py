@@ -15,10 +15,10 @@ from sluice_core.planning.candidates import (
     SearchSpace,
     SliderCandidate,
 )
+from sluice_core.planning.cluster_size import Goal, Planner, estimate_response_s, estimate_start_rps
 from sluice_core.planning.comparison import CandidateComparison, Fidelity
-from sluice_core.planning.planner import Goal, Planner, estimate_response_s, estimate_start_rps
 from sluice_core.planning.prediction import estimate_interval, find_bottleneck
-from sluice_core.planning.search import Search, SearchEffort
+from sluice_core.planning.slider_search import Search, SearchEffort
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
 from sluice_core.records import Slo
 

@@ -16,7 +16,7 @@ import pytest
 
 from sluice_core.latency.architecture import Architecture
 from sluice_core.latency.interface import UnknownModelError
-from sluice_core.latency.iteration_profile import IterationProfile
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.kernels import load_kernels
 from sluice_core.latency.known_gpus import GPUS
 from sluice_core.latency.known_models import MODELS

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_simulation import SLO, make_arrivals, make_engines, run
 
-from sluice_core.latency.iteration_profile import IterationProfile
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.records import Slo, SloClass, StrategyParameters
 from sluice_core.sim.cell import Arrival, Cell, RouterSetup, SimOptions
 from sluice_core.sim.engine.gap_histogram import GapHistogram

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_simulation import NaiveSimulation
 
-from sluice_core.latency.iteration_profile import IterationProfile
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import EarlyRejection, EngineId, MoveCause, Role, Slo, StrategyParameters
 from sluice_core.sim.cell import (

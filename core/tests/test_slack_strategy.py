@@ -27,7 +27,7 @@ from sluice_core.scheduling.batching import BatchLimits, EngineBatch
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.decode_set import LOST_BACK_OFF_S, DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.iteration_limit import fit_prefill_room
+from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
 from sluice_core.scheduling.slack.slack_batching import SlackBatching
 from sluice_core.sim.cell import Arrival, Cell, SimOptions
 from sluice_core.sim.simulation import Simulation

@@ -6,14 +6,14 @@ import random
 import pytest
 from placement_harness import make_request
 
-from sluice_core.latency.iteration_profile import IterationProfile
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role, Slo, StrategyParameters
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import EngineBatch
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.iteration_limit import fit_prefill_room
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
+from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
 from sluice_core.scheduling.rolling.macro_instances import MacroInstances
 from sluice_core.scheduling.splitting.output_lengths import KnownLengths, NoisyLengths, RunningQuantile
 from sluice_core.scheduling.splitting.profile_table import ProfileTable

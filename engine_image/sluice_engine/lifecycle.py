@@ -71,7 +71,7 @@ def run(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
         client,
         builder,
         clock=time.monotonic,
-        intervals=ServerIntervals(lease_s=settings.lease_s, resume_s=settings.resume_s),
+        intervals=ServerIntervals(lease_s=settings.lease_s, resume_timeout_s=settings.resume_timeout_s),
         transport=in_use,
     )
     # What exists now lives as long as the process: later collections need not visit it.

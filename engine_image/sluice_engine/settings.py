@@ -108,7 +108,7 @@ class EngineSettings(BaseModel):
         drain_timeout_s: Longest drain after SIGTERM, in seconds.
         start_timeout_s: Longest start of the EngineCore, in seconds.
         lease_s: Time for which the requests of a lost stream run on, in seconds.
-        resume_s: The same for answers that clients can resume at another router, in seconds.
+        resume_timeout_s: The same for answers that clients can resume at another router, in seconds.
         kv_backend: NIXL's backend; LIBFABRIC for EFA.
         require_rdma: Refuse to serve where KV would go over TCP.
         kv_poll_us: Pause of NIXL's progress thread, in microseconds; 0, with RDMA, polls without a pause.
@@ -139,7 +139,7 @@ class EngineSettings(BaseModel):
     drain_timeout_s: Annotated[float, Field(ge=0)] = 300.0
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     lease_s: Annotated[float, Field(ge=0)] = 10.0
-    resume_s: Annotated[float, Field(ge=0)] = 30.0
+    resume_timeout_s: Annotated[float, Field(ge=0)] = 30.0
     kv_backend: Literal["UCX", "LIBFABRIC"] = "UCX"
     require_rdma: bool = False
     kv_poll_us: Annotated[int, Field(ge=0)] = 100
@@ -186,7 +186,7 @@ OPTIONS = {
     "drain_timeout_s": "longest drain after SIGTERM, in seconds",
     "start_timeout_s": "longest start, in seconds",
     "lease_s": "time for which requests of a lost stream go on, in seconds",
-    "resume_s": "time for which answers that clients can resume at another router are kept, in seconds",
+    "resume_timeout_s": "time for which answers that clients can resume at another router are kept, in seconds",
     "kv_backend": "NIXL's backend: UCX, or LIBFABRIC for EFA",
     "require_rdma": "true: refuse to serve where KV would go over TCP",
     "kv_poll_us": "pause of NIXL's progress thread, in microseconds; 0 with RDMA",

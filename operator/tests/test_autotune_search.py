@@ -14,7 +14,7 @@ from tuner_harness import APPLY, make_answer, make_question, make_samples, make_
 
 from sluice.v1 import control_pb2
 from sluice_core.planning.candidates import SliderCandidate
-from sluice_core.planning.search import SearchEffort
+from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.scheduling.engine_table import PROVEN_OBSERVATIONS
 from sluice_core.slo import ROUTER_WAIT_LIMIT_S
 from sluice_core.strategies import STRATEGIES

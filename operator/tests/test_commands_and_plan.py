@@ -58,7 +58,7 @@ def test_the_engine_command_names_what_is_set_and_nothing_else() -> None:
     assert " ".join(render_engine_command(make().spec, SITE)) == (
         "python -m sluice_engine --engine-id e --host 1.2.3.4 --port 1 --metrics-port 2 --kv-host 5.6.7.8 --kv-port 3"
         " --model /model --max-batch-tokens 8192 --tensor-parallel-size 1 --drain-timeout-s 300 --start-timeout-s 1800"
-        " --resume-s 30"
+        " --resume-timeout-s 30"
     )
 
 
@@ -81,7 +81,8 @@ def test_further_arguments_go_to_the_program_that_owns_them() -> None:
     assert passed_on == ["--seed", "3", "--enforce-eager"]
     assert own[own.index("--max-model-len") :] == [
         *("--max-model-len", "4096", "--tensor-parallel-size", "1", "--drain-timeout-s", "300"),
-        *("--start-timeout-s", "1800", "--resume-s", "30", "--emulation", '{"gpu": "h100", "model": "Qwen2.5-14B"}'),
+        *("--start-timeout-s", "1800", "--resume-timeout-s", "30"),
+        *("--emulation", '{"gpu": "h100", "model": "Qwen2.5-14B"}'),
         *("--dtype", "half", "--max-num-seqs", "7", "--kv-cache-bytes", "9"),
     ]
 

@@ -111,7 +111,7 @@ def test_engines_run_the_very_command_of_sluice_up_with_what_the_kubelet_fills_i
     assert " ".join(container["command"]) == (
         "python -m sluice_engine --engine-id $(SLUICE_ENGINE_ID) --host 0.0.0.0 --port 8010 --metrics-port 9090"
         " --kv-host $(SLUICE_KV_HOST) --kv-port 5600 --model /model --max-batch-tokens 2048 --tensor-parallel-size 1"
-        " --drain-timeout-s 30 --start-timeout-s 1800 --resume-s 30"
+        " --drain-timeout-s 30 --start-timeout-s 1800 --resume-timeout-s 30"
     )
     variables = {item["name"]: item.get("valueFrom", item.get("value")) for item in container["env"]}
     assert variables["SLUICE_ENGINE_ID"] == {"fieldRef": {"fieldPath": "metadata.uid"}}

@@ -108,7 +108,7 @@ class FakeCore:
             kv_bytes_per_token=1024,
             prefix_root=self.prefix_root,
             pulls_parts=self.pulls_parts,
-            resume_s=RESUME_S,
+            resume_timeout_s=RESUME_S,
             held=[*self.held, *(self._describe_held(request) for request in self.kept.values())],
         )
         return engine_pb2.AttachResponse(hello=hello, load=self.load())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sluice_cli.simulation.plan_inputs import PlanInputs
     from sluice_core.planning.candidates import SliderCandidate
-    from sluice_core.planning.planner import Alternative, PlanResult
+    from sluice_core.planning.cluster_size import Alternative, PlanResult
     from sluice_core.planning.prediction import Interval
 
 RESOURCES = {

@@ -17,7 +17,7 @@ from sluice_core.planning.candidates import (
     SliderCandidate,
     list_chunk_sizes,
 )
-from sluice_core.planning.planner import Goal
+from sluice_core.planning.cluster_size import Goal
 from sluice_core.planning.trials import PlanningProblem
 from sluice_core.slo import DEFAULT_ATTAINMENT
 from sluice_core.strategies import STRATEGIES, get_strategy

@@ -1,12 +1,12 @@
 """How long an iteration, a prefill and a KV transfer take.
 
-``interface`` says what a latency model answers. ``online`` fits one to the iterations that an engine measures;
-``iteration_profile`` holds one as a table, which ``measured_profiles`` builds for a model (``known_models``) on a GPU
-(``known_gpus``). ``transfer`` knows links.
+``interface`` says what a latency model answers. ``online_latency_model`` fits one to the iterations that an engine
+measures; ``iteration_time`` has its terms as a table, which ``measured_profiles`` builds for a model
+(``known_models``) on a GPU (``known_gpus``). ``transfer`` knows links.
 """
 
 from sluice_core.latency.interface import LatencyModel, PrefillCoefficients, compute_attention_work
-from sluice_core.latency.iteration_profile import IterationProfile, ModelOnGpu
+from sluice_core.latency.iteration_time import IterationProfile, ModelOnGpu
 from sluice_core.latency.online_latency_model import LinearCoefficients, OnlineLatencyModel
 from sluice_core.latency.transfer import (
     DEFAULT_TRANSFER_BYTES_PER_S,

@@ -2,7 +2,7 @@
 
 Every placement asks here. The policies are ``records.EarlyRejection``; under ``Off`` each placement has a rule of its
 own, mostly the engine that is done first. TaiChi (section 3.4, Algorithm 2, lines 13 to 15) returns nothing, and lets
-its experiments place such a prompt at random.
+its experiments place such a prompt at random. Which prompt is judged first: ``waiting_order``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sluice_core.latency.iteration_profile import IterationProfile
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.transfer import LINKS, LinkSpeed
 from sluice_core.records import EngineId, Role, Slo, StrategyParameters
 from sluice_core.strategies import Strategy

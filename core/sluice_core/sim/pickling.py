@@ -6,7 +6,7 @@ import copyreg
 from dataclasses import fields
 from typing import Any
 
-from sluice_core.latency.iteration_profile import IterationProfile
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import Slo, SloClass, StrategyParameters
 from sluice_core.sim.cell import EngineSetup, RouterSetup, SimOptions, TransferLink

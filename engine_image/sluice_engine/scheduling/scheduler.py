@@ -31,10 +31,10 @@ from sluice_engine.processes import die_with_parent
 from sluice_engine.scheduling.fidelity_recorder import open_recorder
 from sluice_engine.scheduling.grants import EngineRoom, GrantAllocator, answer_grant
 from sluice_engine.scheduling.incoming_pulls import IncomingPulls
-from sluice_engine.scheduling.iteration_reports import IterationTimer
+from sluice_engine.scheduling.iteration_timer import IterationTimer
 from sluice_engine.scheduling.kv_usage import KvUsage
 from sluice_engine.scheduling.late_scheduling import ExpectedArrivals
-from sluice_engine.scheduling.load_measurement import measure_load
+from sluice_engine.scheduling.load_report import measure_load
 from sluice_engine.scheduling.move_proposals import MoveProposer
 from sluice_engine.scheduling.phase_tracker import PhaseTracker
 from sluice_engine.scheduling.plan_in_force import PlanInForce

@@ -43,14 +43,14 @@ class ServerIntervals:
         idle_report_s: Longest silence of a stream.
         load_report_s: Shortest time between two load reports that follow no submit.
         lease_s: Time for which the requests of a lost stream go on.
-        resume_s: The same for requests that any router can resume, and the time for which their ends are kept.
+        resume_timeout_s: The same for requests that any router can resume, and the time for which their ends are kept.
         tick_s: Resolution of the first and the last.
     """
 
     idle_report_s: float = 0.5
     load_report_s: float = 0.05
     lease_s: float = 10.0
-    resume_s: float = 30.0
+    resume_timeout_s: float = 30.0
     tick_s: float = 0.1
 
 
@@ -147,7 +147,7 @@ class EngineServer:
         hello = wire.EngineHello()
         hello.CopyFrom(self._hello)
         hello.held.extend(held)
-        hello.resume_s = self._intervals.resume_s
+        hello.resume_timeout_s = self._intervals.resume_timeout_s
         load = self._reports.build(session, now_s)
         usage = self._usage.list_others(router_id, now_s)
         stream.send(wire.AttachResponse(hello=hello, load=load, configured=self._plan.in_force, usage=usage))
@@ -257,7 +257,7 @@ class EngineServer:
             if now_s - session.last_sent_s >= silence_s:
                 self._reports.flush(session, now_s)
         self._usage.sweep(now_s)
-        return self._sessions.end_leases(now_s - self._intervals.lease_s, now_s - self._intervals.resume_s)
+        return self._sessions.end_leases(now_s - self._intervals.lease_s, now_s - self._intervals.resume_timeout_s)
 
     async def _poll(self) -> None:
         """Reads the load of an engine that computes nothing: blocks come back and grants lapse without iterations."""

@@ -17,7 +17,7 @@ from sluice_core.records import IterationShape
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from sluice_core.latency.iteration_profile import IterationProfile
+    from sluice_core.latency.iteration_time import IterationProfile
     from sluice_operator.api.serving_cluster import ServingClusterSpec
 
 # Over all engines; fewer iterations say too little.

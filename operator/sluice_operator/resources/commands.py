@@ -114,7 +114,7 @@ def render_engine_command(spec: ServingClusterSpec, site: EngineSite, security: 
         "--tensor-parallel-size": engine.tensor_parallel_size,
         "--drain-timeout-s": engine.drain_timeout_seconds,
         "--start-timeout-s": engine.startup_timeout_seconds,
-        "--resume-s": engine.resume_timeout_seconds,
+        "--resume-timeout-s": engine.resume_timeout_seconds,
         "--peer-tls": security.peer_tls,
         "--router-name": security.router_name,
         "--kv-backend": KV_BACKENDS.get(rdma.fabric) if rdma else None,

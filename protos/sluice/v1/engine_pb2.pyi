@@ -1004,7 +1004,7 @@ class EngineHello(_message.Message):
     PREFIX_ROOT_FIELD_NUMBER: _builtins.int
     PULLS_PARTS_FIELD_NUMBER: _builtins.int
     MODEL_ID_FIELD_NUMBER: _builtins.int
-    RESUME_S_FIELD_NUMBER: _builtins.int
+    RESUME_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Pod uid, or the launcher's name."""
     epoch: _builtins.int
@@ -1035,7 +1035,7 @@ class EngineHello(_message.Message):
     """True: it offers KV of running requests, and pulls it in parts."""
     model_id: _builtins.str
     """The control plane's id of the model. Routers of another model do not use the engine; empty: any router may."""
-    resume_s: _builtins.float
+    resume_timeout_s: _builtins.float
     """How long requests that their clients may resume go on without their router, in seconds. Routers keep to it too, for
     clients that are gone.
     """
@@ -1060,11 +1060,11 @@ class EngineHello(_message.Message):
         prefix_root: _builtins.bytes = ...,
         pulls_parts: _builtins.bool = ...,
         model_id: _builtins.str = ...,
-        resume_s: _builtins.float = ...,
+        resume_timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "held", b"held", "kv_bytes_per_token", b"kv_bytes_per_token", "max_batch_tokens", b"max_batch_tokens", "max_model_len_tokens", b"max_model_len_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "model_id", b"model_id", "prefix_root", b"prefix_root", "pulls_parts", b"pulls_parts", "resume_s", b"resume_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "held", b"held", "kv_bytes_per_token", b"kv_bytes_per_token", "max_batch_tokens", b"max_batch_tokens", "max_model_len_tokens", b"max_model_len_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "model_id", b"model_id", "prefix_root", b"prefix_root", "pulls_parts", b"pulls_parts", "resume_timeout_s", b"resume_timeout_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

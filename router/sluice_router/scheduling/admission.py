@@ -13,12 +13,12 @@ from sluice_router.errors import (
     DeadlineError,
     InvalidRequestError,
     NoEngineError,
-    NotAllowedError,
     OwnerLimitError,
     QueueFullError,
     ShuttingDownError,
     SloInfeasibleError,
 )
+from sluice_router.owner_limits import permissions
 from sluice_router.scheduling import completion, dispatch, prefixes, wire_conversion
 from sluice_router.scheduling.entities import LiveRequest
 
@@ -57,7 +57,9 @@ def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, 
     plan = _check_accepting(state)
     slo_class = _find_class(plan, new.slo_class)
     _check_length(new, state.active.max_model_len_tokens)
-    _check_allowed(state, plan, new, slo_class)
+    permissions.check_class(
+        new.owner, state.limiter.find_limits(new.owner), plan.slo_classes, slo_class.name, new.priority
+    )
     _check_queue(state, plan, new, now)
     reservation = _reserve(state, new, now)
     request = LiveRequest(
@@ -193,21 +195,6 @@ def _find_class(plan: Plan, name: str) -> SloClass:
             return slo_class
     known = ", ".join(repr(slo_class.name) for slo_class in plan.slo_classes)
     raise InvalidRequestError(f"slo_class {name!r} is unknown; known are {known}", param="slo_class")
-
-
-def _check_allowed(state: RouterState, plan: Plan, new: NewRequest, slo_class: SloClass) -> None:
-    """Refuses a class that the owner of the API key may not use, and a priority above that of each class it may."""
-    limits = state.limiter.find_limits(new.owner)
-    if limits is None or not limits.classes:
-        return
-    if slo_class.name not in limits.classes:
-        known = ", ".join(repr(name) for name in sorted(limits.classes))
-        message = f"slo_class {slo_class.name!r} is not open to {new.owner}; open are {known}"
-        raise NotAllowedError(message, param="slo_class", code="class_not_allowed")
-    highest = max(item.priority for item in plan.slo_classes if item.name in limits.classes)
-    if new.priority is not None and new.priority > highest:
-        message = f"priority is {new.priority}, at most {highest} is open to {new.owner}"
-        raise NotAllowedError(message, param="priority", code="priority_not_allowed")
 
 
 def _reserve(state: RouterState, new: NewRequest, now: float) -> Reservation | None:

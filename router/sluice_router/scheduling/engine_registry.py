@@ -88,7 +88,7 @@ def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now:
         progress_s=now,
         prefix_scheme=wire_conversion.prefix_scheme_from(hello),
         pulls_parts=hello.pulls_parts,
-        resume_s=hello.resume_s,
+        resume_timeout_s=hello.resume_timeout_s,
     )
     state.engines.connected[engine_id] = engine
     endpoint = find_endpoint(state.engines, address)

@@ -265,7 +265,7 @@ class ConnectedEngine:
         num_grants: Grant requests so far.
         grants: Migrations to this engine whose grant is asked for or not used yet, by grant id.
         pulls_parts: It offers KV of running requests, and pulls it in parts.
-        resume_s: How long it keeps requests that their clients may resume.
+        resume_timeout_s: How long it keeps requests that their clients may resume.
         num_offers: Offers of KV asked for so far.
         offers: Migrations from here whose offer is asked for, by offer id.
         pulled_offers: Source and offer of the parts that are pulled here, by grant id.
@@ -287,7 +287,7 @@ class ConnectedEngine:
     fingerprint: str
     spec: EngineConfig
     max_model_len_tokens: int
-    resume_s: float = 0.0
+    resume_timeout_s: float = 0.0
     last_heard_s: float
     progress_s: float
     status: control_pb2.EngineState.ValueType = control_pb2.ENGINE_STATE_READY

@@ -17,7 +17,7 @@ from sluice_core.scheduling.batching import BatchLimits, EngineBatch
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import MAX_STANDING_PROPOSALS, propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
-from sluice_core.scheduling.iteration_limit import fit_prefill_room
+from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
 
 LOST_SLACK_S: Final = 1.0  # nobody waits for a decode that is behind by more: that would take dozens of iterations
 

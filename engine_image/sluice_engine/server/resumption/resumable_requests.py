@@ -1,8 +1,8 @@
 """Requests that clients may go on with at another router, by the keys that only their routers know.
 
 A request is here from its submit until its time is up: while it runs, with a router or without, and for
-``resume_s`` after its end here. Its router may have died before the client got the last tokens, or between a hand-off
-and the next submit. Memory of what has ended is bounded; the oldest goes first.
+``resume_timeout_s`` after its end here. Its router may have died before the client got the last tokens, or between a
+hand-off and the next submit. Memory of what has ended is bounded; the oldest goes first.
 """
 
 from __future__ import annotations

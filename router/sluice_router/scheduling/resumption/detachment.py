@@ -20,8 +20,8 @@ def detach(state: RouterState, request_id: RequestId, now: float) -> None:
     if request_id not in state.requests.live or request_id in detached:
         return
     # As long as engines keep requests of a lost router.
-    resume_s = max((engine.resume_s for engine in state.engines.connected.values()), default=0.0)
-    detached[request_id] = now + resume_s
+    resume_timeout_s = max((engine.resume_timeout_s for engine in state.engines.connected.values()), default=0.0)
+    detached[request_id] = now + resume_timeout_s
     state.decision_log.record(now, request_id, "detached")
 
 

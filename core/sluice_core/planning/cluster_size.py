@@ -21,7 +21,7 @@ from sluice_core.planning.prediction import (
     find_bottleneck,
     predict,
 )
-from sluice_core.planning.search import CandidateSearchResult, Search, SearchEffort
+from sluice_core.planning.slider_search import CandidateSearchResult, Search, SearchEffort
 from sluice_core.planning.trials import PlanningProblem
 from sluice_core.sim.cell import EngineSetup
 
