@@ -10,6 +10,7 @@ Every chunk comes once and in order. ``docs/guides/resume.md`` says what happens
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import time
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
 DONE = "[DONE]"
 # The error of a router that is told to end, and of no other fault: another router goes on.
@@ -95,36 +96,68 @@ async def stream(
     progress = progress or Progress()
     lost_since_s: float | None = None
     for url in itertools.cycle(urls):
-        pause_s = RETRY_S
         sent = {**(headers or {}), **_make_headers(progress)}
+        request = client.build_request("POST", url + path, json={**body, "stream": True}, headers=sent)
         try:
-            async with client.stream("POST", url + path, json={**body, "stream": True}, headers=sent) as response:
-                if response.status_code == 404 and progress.capability and not progress.last_event_id:
-                    # Nothing has come of the answer, and nobody has it: the request is sent again.
-                    progress.capability = ""
-                elif response.status_code != 200:
-                    pause_s = await _read_pause_s(response, is_resumed=bool(progress.capability))
-                else:
-                    progress.note_head(response.headers)
-                    async for event_id, data in _read_events(response):
-                        lost_since_s = None
-                        if data == DONE:
-                            return
-                        chunk = json.loads(data)
-                        if "error" in chunk:
-                            if chunk["error"]["code"] == LEAVING:
-                                break
-                            raise StreamError(chunk["error"]["message"], chunk["error"]["code"] or "")
-                        progress.last_event_id = event_id or progress.last_event_id
-                        yield chunk
+            async with contextlib.aclosing(_read_answer(client, request, progress)) as chunks:
+                async for chunk in chunks:
+                    lost_since_s = None
+                    yield chunk
         except httpx.TransportError:
             # The router or the way to it is gone: the next one goes on.
-            pass
+            pause_s = RETRY_S
+        except _LostError as loss:
+            pause_s = loss.pause_s
+        else:
+            return
         now = time.monotonic()
         lost_since_s = now if lost_since_s is None else lost_since_s
         if now - lost_since_s > give_up_s:
             raise StreamError(f"no router went on with the answer within {give_up_s:g} s")
         await asyncio.sleep(pause_s)
+
+
+class _LostError(Exception):
+    """The answer ended before its time, and can go on.
+
+    Args:
+        pause_s: Wait before the next try, in seconds.
+    """
+
+    def __init__(self, pause_s: float = RETRY_S) -> None:
+        super().__init__(f"try again in {pause_s:g} s")
+        self.pause_s = pause_s
+
+
+async def _read_answer(
+    client: httpx.AsyncClient, request: httpx.Request, progress: Progress
+) -> AsyncGenerator[dict[str, Any]]:
+    """Reads what one router has of the answer, to its end.
+
+    Raises:
+        StreamError: It cannot go on.
+        _LostError: It can.
+    """
+    response = await client.send(request, stream=True)
+    async with contextlib.aclosing(response):
+        if response.status_code == 404 and progress.capability and not progress.last_event_id:
+            # Nothing has come of the answer, and nobody has it: the request is sent again.
+            progress.capability = ""
+            raise _LostError
+        if response.status_code != 200:
+            raise _LostError(await _read_pause_s(response, is_resumed=bool(progress.capability)))
+        progress.note_head(response.headers)
+        async for event_id, data in _read_events(response):
+            if data == DONE:
+                return
+            chunk = json.loads(data)
+            if "error" in chunk:
+                if chunk["error"]["code"] == LEAVING:
+                    break
+                raise StreamError(chunk["error"]["message"], chunk["error"]["code"] or "")
+            progress.last_event_id = event_id or progress.last_event_id
+            yield chunk
+    raise _LostError
 
 
 def _make_headers(progress: Progress) -> dict[str, str]:
