@@ -42,7 +42,7 @@ from sluice_core.records import (
 from sluice_core.scheduling.decode_flow import FlowPolicy
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.placement import LengthAwarePlacement
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:

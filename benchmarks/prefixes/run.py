@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, Hold, Place, Role, Slo, StrategyParameters
 from sluice_core.scheduling.baselines import PLACEMENTS
-from sluice_core.scheduling.placement import PlacementPolicy
+from sluice_core.scheduling.prefill_placement import PlacementPolicy
 from sluice_core.sim.cell import Cell, EngineSetup, SimOptions
 from sluice_core.sim.goodput import search_goodput
 from sluice_core.sim.metrics import RunSummary, compute_percentile, summarize

@@ -22,7 +22,7 @@ from sluice_core.scheduling.engine_table import (
     EngineConfig,
     EngineTable,
 )
-from sluice_core.scheduling.placement import (
+from sluice_core.scheduling.prefill_placement import (
     LengthAwarePlacement,
 )
 

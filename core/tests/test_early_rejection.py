@@ -7,7 +7,7 @@ from placement_harness import BUSY, make_request, make_table
 
 from sluice_core.records import EarlyRejection, Place, Reject, StrategyParameters
 from sluice_core.scheduling.baselines import PLACEMENTS, ShortestQueuePlacement
-from sluice_core.scheduling.placement import LengthAwarePlacement
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
 from sluice_core.scheduling.slack.slack_placement import SlackPlacement
 from sluice_core.scheduling.splitting.split_placement import SplitPlacement

@@ -24,8 +24,8 @@ from sluice_core.records import (
     Place,
     StrategyParameters,
 )
-from sluice_core.scheduling.placement import LengthAwarePlacement
 from sluice_core.scheduling.placement_records import MAX_RECORDED_ENGINES, explain
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 
 
 @settings(max_examples=100, deadline=None)

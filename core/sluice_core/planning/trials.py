@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.candidates import SliderCandidate
+from sluice_core.planning.slider_space import SliderCandidate
 from sluice_core.records import EngineId, Role, Slo, SloClass, StrategyParameters
 from sluice_core.sim.cell import Arrival, Cell, EngineSetup, RouterSetup, SimOptions
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize

@@ -14,9 +14,9 @@ from sluice_core.records import Decision, Hold, Place, PrefillRequest, StrategyP
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import get_view
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
-from sluice_core.scheduling.placement import LengthAwarePlacement, PlacementPolicy
 from sluice_core.scheduling.placement_records import NUM_RECORDS
 from sluice_core.scheduling.prefill_feasibility import AssignPass
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement, PlacementPolicy
 from sluice_core.scheduling.prefix_placement import find_cached
 from sluice_core.scheduling.waiting_order import get_urgency
 

@@ -1,6 +1,6 @@
 """One pass over waiting prefills: which engines could run a prompt, and when its first token would be out.
 
-Source: TaiChi, section 3.4, Algorithm 2, lines 2 to 9; ``placement`` has the rest of it.
+Source: TaiChi, section 3.4, Algorithm 2, lines 2 to 9; ``prefill_placement`` has the rest of it.
 """
 
 from __future__ import annotations

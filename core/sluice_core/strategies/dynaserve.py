@@ -1,7 +1,7 @@
 """DynaServe: requests in two parts, cut where two engines are done at the same time.
 
 Source: DynaServe: Unified and Elastic Execution for Dynamic Disaggregated LLM Serving (arXiv:2504.09285), sections 3
-and 4. The router cuts (``split_placement``), engines batch (``slo_batching``). All engines are alike.
+and 4. The router cuts (``split_placement``), engines batch (``tbt_batching``). All engines are alike.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.splitting.output_lengths import OutputLengths
-from sluice_core.scheduling.splitting.slo_batching import SloBatching
 from sluice_core.scheduling.splitting.split_placement import SplitPlacement
+from sluice_core.scheduling.splitting.tbt_batching import SloBatching
 from sluice_core.strategies.interface import Need, RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.parameters import (
     EARLY_REJECTION,

@@ -14,8 +14,8 @@ from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.placement import LengthAwarePlacement, PlacementPolicy
 from sluice_core.scheduling.placement_records import PlacementRecord
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement, PlacementPolicy
 from sluice_core.strategies.interface import RouterPolicy, Strategy
 
 

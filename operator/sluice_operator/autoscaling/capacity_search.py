@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_core.planning.cluster_size import estimate_start_rps
 from sluice_core.planning.comparison import CandidateComparison, Fidelity, RankedCandidate
+from sluice_core.planning.planner import estimate_start_rps
 from sluice_core.planning.slider_search import Search
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
 from sluice_operator.autoscaling.capacity_messages import CapacityPoint, CapacityRequest, CapacityResult

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from sluice.v1 import control_pb2, sampling_pb2
 from sluice_core.slo import MET_NOTHING, RequestEnd, check_slo, compute_tpot_s
 from sluice_router.errors import OverloadError, RequestError, TakenOverError
-from sluice_router.scheduling import dispatch, migration
+from sluice_router.scheduling import dispatch
+from sluice_router.scheduling.moves import migration
 from sluice_router.scheduling.requests import Finish, Usage
 
 if TYPE_CHECKING:

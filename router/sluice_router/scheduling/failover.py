@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from sluice.v1 import control_pb2, sampling_pb2
 from sluice_core.records import RequestId
 from sluice_router.errors import EngineFaultError
-from sluice_router.scheduling import completion, dispatch, migration, prefixes
+from sluice_router.scheduling import completion, dispatch, prefixes
 from sluice_router.scheduling.entities import MigrationPhase, PendingResume
+from sluice_router.scheduling.moves import migration
 from sluice_router.scheduling.resumption import claims
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_router.scheduling import failover, migration
+from sluice_router.scheduling import failover
+from sluice_router.scheduling.moves import migration
 
 if TYPE_CHECKING:
     from sluice_router.scheduling.state import RouterState

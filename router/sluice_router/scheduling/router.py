@@ -13,14 +13,15 @@ from sluice_router.errors import EngineProtocolError, RouterError
 from sluice_router.scheduling import (
     admission,
     completion,
+    engine_health,
     engine_registry,
     failover,
     kept_prefills,
-    migration,
     plan,
     status,
     token_delivery,
 )
+from sluice_router.scheduling.moves import migration
 from sluice_router.scheduling.requests import ServedModel
 from sluice_router.scheduling.resumption import adoption, claims, detachment
 
@@ -267,7 +268,7 @@ class Router:
         now, state = self.now(), self.state
         self._forgive_lag(now)
         for engine in list(state.engines.connected.values()):
-            failure = engine_registry.find_failure(state.limits, state.engines.table, engine, now)
+            failure = engine_health.find_failure(state.limits, state.engines.table, engine, now)
             if failure is not None:
                 reason, fault = failure
                 logger.warning("engine %s: %s", engine.engine_id, fault)

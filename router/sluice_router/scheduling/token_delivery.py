@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from sluice.v1 import control_pb2, sampling_pb2
 from sluice_core.records import EngineId
 from sluice_router.errors import EngineFaultError, EngineProtocolError, InvalidRequestError, TakenOverError
-from sluice_router.scheduling import completion, dispatch, failover, migration, plan, prefixes, wire_conversion
+from sluice_router.scheduling import completion, dispatch, failover, plan, prefixes, wire_conversion
 from sluice_router.scheduling.entities import MigrationPhase
+from sluice_router.scheduling.moves import migration
 from sluice_router.scheduling.resumption import adoption, claims
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from sluice_core.records import Decision, Hold, PrefillRequest, StrategyParamete
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import EngineState, get_view
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.placement import LengthAwarePlacement
 from sluice_core.scheduling.placement_records import NUM_RECORDS
 from sluice_core.scheduling.prefill_feasibility import AssignPass
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.rolling.macro_instances import MacroInstances
 
 SATISFIED = ""

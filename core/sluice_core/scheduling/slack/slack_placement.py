@@ -27,9 +27,9 @@ from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import EngineState, Entry, get_view
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.placement import LengthAwarePlacement
 from sluice_core.scheduling.placement_records import NUM_RECORDS
 from sluice_core.scheduling.prefill_feasibility import AssignPass
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.waiting_order import Urgency, get_urgency
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from sluice.v1 import sampling_pb2
 from sluice_core.records import Slo
 from sluice_router.errors import MIN_RETRY_S, EngineFaultError, NoEngineError, ShuttingDownError, TakenOverError
-from sluice_router.scheduling import completion, dispatch, migration
+from sluice_router.scheduling import completion, dispatch
 from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, MigrationPhase
+from sluice_router.scheduling.moves import migration
 
 if TYPE_CHECKING:
     from sluice_router.scheduling.entities import Submission

@@ -20,8 +20,9 @@ from sluice_core.kv import blocks_for_tokens
 from sluice_core.records import EngineId, MoveCause, StrategyParameters
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_router.errors import EngineProtocolError
-from sluice_router.scheduling import dispatch, kv_copies, wire_conversion
+from sluice_router.scheduling import dispatch, wire_conversion
 from sluice_router.scheduling.entities import KeptKv, Migration, MigrationPhase
+from sluice_router.scheduling.moves import kv_copies
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
