@@ -55,7 +55,7 @@ class KnownWords:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # By the text between two cuts, without its space.
+        # By the text between two cuts, without its space; what a text begins with has one more, which no other has.
         self._words: dict[str, tuple[int, ...]] = {}
         # What the tokenizer adds to any text.
         self._before, self._after = _find_specials(tokenizer)
@@ -75,9 +75,8 @@ class KnownWords:
         """
         if len(text) > MAX_CHARACTERS:
             return None
-        first, *words = CUT.split(text)
-        if len(first) > MAX_WORD_CHARACTERS:
-            return None
+        words = CUT.split(text)
+        words[0] = " " + words[0]
         known = self._words
         try:
             tokens = [known[word] for word in words]
@@ -85,7 +84,7 @@ class KnownWords:
             if not self._learn(words):
                 return None
             tokens = [known[word] for word in words]
-        ids = [*self._tokenize(first), *chain.from_iterable(tokens)]
+        ids = list(chain.from_iterable(tokens))
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     def _learn(self, words: Sequence[str]) -> bool:
@@ -96,10 +95,11 @@ class KnownWords:
             known.clear()
             new = set(words)
         learned = [word for word in new if len(word) <= MAX_WORD_CHARACTERS][:MAX_NEW_WORDS]
-        known.update((word, self._tokenize(" " + word)) for word in learned)
+        known.update((word, self._tokenize(word)) for word in learned)
         return len(learned) == len(new)
 
-    def _tokenize(self, text: str) -> tuple[int, ...]:
+    def _tokenize(self, word: str) -> tuple[int, ...]:
+        text = word[1:] if word.startswith(" ") else " " + word
         return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
