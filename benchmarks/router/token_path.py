@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "router" / "tests"))
+sys.path[:0] = [str(ROOT / part / "tests") for part in ("router", "protos")]
 
 from data_plane_harness import Harness, make_request  # noqa: E402
 from edge_fakes import make_sse_response_stream  # noqa: E402

@@ -72,3 +72,11 @@ def test_placement_measures_each_number_of_engines(tmp_path: Path) -> None:
     for row in figures["placement"]:
         assert 0 < row["decision_us"]["p50"] <= row["decision_us"]["p99"]
     assert len(figures["flow"]) == 6
+
+
+def test_one_process_of_the_router_is_measured_with_the_harness_of_its_tests(tmp_path: Path) -> None:
+    tokens = run(tmp_path, "benchmarks/router/token_path.py", "--engines", "2", "--streams", "6", "--rounds", "4")
+    assert tokens["writes"] >= 6 * 4
+    requests = run(tmp_path, "benchmarks/router/request_path.py", "--engines", "2", "--requests", "2", "--rounds", "4")
+    for figures in (tokens, requests):
+        assert 0 < figures["fastest_us"] <= figures["median_us"]

@@ -9,8 +9,10 @@ from sluice_core.records import (
     EarlyRejection,
     EngineId,
 )
+from sluice_core.scheduling.engine_state import get_view
 from sluice_core.scheduling.placement_records import explain
-from sluice_core.scheduling.prefix_placement import CACHED_TOKEN_WEIGHT
+from sluice_core.scheduling.prefill_feasibility import AssignPass
+from sluice_core.scheduling.prefix_placement import CACHED_TOKEN_WEIGHT, find_cached
 
 
 @settings(max_examples=60, deadline=None)
@@ -28,6 +30,38 @@ def test_without_hits_a_prefix_cache_changes_no_decision(engines, tokens, ttft_s
     # Of engines that are late by the same time another may be taken.
     same = decision == plain
     assert same or decision.predicted_ttft_s == pytest.approx(plain.predicted_ttft_s)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    engines=st.lists(engine_states, min_size=1, max_size=6),
+    tokens=st.integers(1, 6000),
+    shares=st.lists(st.sampled_from([0.0, 0.1, 0.5, 0.5, 0.9, 1.0]), min_size=6, max_size=6),
+    ttft_s=st.sampled_from([0.001, 0.2, 1.0, 10.0]),
+)
+def test_choices_beside_caches_are_those_of_a_plain_search(engines, tokens, shares, ttft_s):
+    table = make_table(*engines, observations=2)
+    cached = {EngineId(f"e{number}"): int(share * tokens) for number, share in enumerate(shares) if share * tokens >= 1}
+    request = make_request(tokens=tokens, ttft_s=ttft_s, cached_tokens={**NO_HITS, **cached})
+    assign_pass = AssignPass(0.0, table, EarlyRejection.OFF)
+    deadline_s = request.arrival_s + ttft_s
+    entries = list(table.order)
+
+    def done_s(entry):
+        return assign_pass.estimate_done_s(request, get_view(entry))
+
+    def score(entry):
+        return entry[0] - CACHED_TOKEN_WEIGHT * cached.get(get_view(entry).engine_id, 0)
+
+    assert all(assign_pass.bound_done_s(request, entry) <= done_s(entry) + 1e-9 for entry in entries)
+    fitting = [entry for entry in entries if get_view(entry).available_tokens >= tokens]
+    found = assign_pass.find_least_late(request, entries)
+    assert found == (entries.index(min(fitting, key=done_s)) if fitting else -1)
+    known = [entry for entry in fitting if get_view(entry).engine_id in cached and done_s(entry) < deadline_s]
+    for plain in (None, *entries):
+        better = [entry for entry in known if plain is None or score(entry) < score(plain)]
+        # Of equal ones the one with the shorter queue.
+        assert find_cached(assign_pass, request, deadline_s, plain) == min(better, key=score, default=None)
 
 
 def test_expected_prefix_hits_shorten_the_prefill_not_the_kv():

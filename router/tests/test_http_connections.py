@@ -93,6 +93,21 @@ async def test_compressed_body_is_limited_unpacked(start):
         assert (await read_response(reader))[0] == 413
 
 
+@pytest.mark.parametrize("sends_more", [True, False])
+async def test_a_body_that_is_not_packed_as_it_says_is_the_clients_fault(start, caplog, sends_more):
+    _, port = await start()
+    async with connect(port) as (reader, writer):
+        writer.write(request_bytes("/v1/completions", BODY, {"Content-Encoding": "gzip"}))
+        if not sends_more:
+            writer.write_eof()
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+    assert answer.count(b"HTTP/1.1 400") == 1
+    assert b"Connection: close" in answer
+    assert b"the body cannot be read" in answer
+    assert not caplog.records
+
+
 async def test_headers_that_do_not_end_close_the_connection(start):
     _, port = await start(header_timeout_s=0.1)
     async with connect(port) as (reader, writer):

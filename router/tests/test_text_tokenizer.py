@@ -83,12 +83,19 @@ def test_tokens_that_only_the_configuration_declares_are_added(load):
 
 async def test_long_texts_are_tokenized_in_the_thread_with_the_same_result(load):
     text = load()
-    long = "the quick brown fox " * (module.MAX_INLINE_CHARACTERS // 10)
-    assert len(long) > module.MAX_INLINE_CHARACTERS
+    long = " ".join(f"word{number}" for number in range(module.MAX_INLINE_CHARACTERS))
     running = asyncio.ensure_future(text.encode(long, add_special_tokens=True))
     await asyncio.sleep(0)
     assert not running.done()
     assert await running == text.encode_now(long, add_special_tokens=True)
+
+
+async def test_a_long_text_of_known_words_needs_no_thread(load):
+    text = load()
+    long = "the quick brown fox " * (module.MAX_INLINE_CHARACTERS // 10)
+    with pytest.raises(StopIteration) as ended:
+        text.encode(long, add_special_tokens=True).send(None)
+    assert ended.value.value == text.encode_now(long, add_special_tokens=True)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,11 @@ an engine breaks that rule the number may be wrong, which costs a worse placemen
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from sluice_core.records import EngineId
+
+NO_HASH: Final = -1  # stands behind the last block of a prompt; hashes are not negative
 
 
 class PrefixIndex:
@@ -59,15 +62,17 @@ class PrefixIndex:
             Tokens by engine; engines without any are left out.
         """
         found: dict[EngineId, int] = {}
-        if not hashes:
+        num_hashes = len(hashes)
+        if not num_hashes:
             return found
-        first, num_hashes = hashes[0], len(hashes)
-        last = before = num_hashes
+        first = hashes[0]
+        # Engines often share the same part, such as a system prompt: the last two answers are tried first.
+        last, before = num_hashes, num_hashes
+        last_hash, next_hash, last_tokens = hashes[-1], NO_HASH, num_hashes * block_size_tokens
         for engine_id, blocks in self._blocks.items():
-            # Engines often share the same part, such as a system prompt: the last two answers are tried first.
-            if hashes[last - 1] in blocks:
-                if last == num_hashes or hashes[last] not in blocks:
-                    found[engine_id] = last * block_size_tokens
+            if last_hash in blocks:
+                if next_hash not in blocks:
+                    found[engine_id] = last_tokens
                     continue
                 low, high = last + 1, num_hashes + 1
             elif first in blocks:
@@ -75,17 +80,17 @@ class PrefixIndex:
             else:
                 continue
             if low <= before < high and hashes[before - 1] in blocks:
+                low = before
                 if before == num_hashes or hashes[before] not in blocks:
-                    found[engine_id] = before * block_size_tokens
-                    last, before = before, last
-                    continue
-                low = before + 1
+                    high = before + 1
             while high - low > 1:
                 middle = (low + high) // 2
                 if hashes[middle - 1] in blocks:
                     low = middle
                 else:
                     high = middle
-            found[engine_id] = low * block_size_tokens
             last, before = low, last
+            last_hash, last_tokens = hashes[low - 1], low * block_size_tokens
+            next_hash = hashes[low] if low < num_hashes else NO_HASH
+            found[engine_id] = last_tokens
         return found

@@ -32,16 +32,17 @@ def find_cached(
     """
     best: Entry | None = None
     least = _INFINITY
+    cached_tokens = request.cached_tokens
     if plain is not None:
-        least = plain[0] - CACHED_TOKEN_WEIGHT * request.cached_tokens.get(get_view(plain).engine_id, 0)
-    engines, excluded = assign_pass.engines, request.excluded
-    for engine_id, cached in request.cached_tokens.items():
-        state = engines.peek(engine_id)
-        entry = None if state is None else state.entry
-        if entry is None:
-            continue
-        score = entry[0] - CACHED_TOKEN_WEIGHT * cached
-        if score >= least or (excluded and engine_id in excluded):
+        least = plain[0] - CACHED_TOKEN_WEIGHT * cached_tokens.get(get_view(plain).engine_id, 0)
+    most_saved = CACHED_TOKEN_WEIGHT * max(cached_tokens.values())
+    for entry in assign_pass.list_candidates(request):
+        queued_tokens = entry[0]
+        if queued_tokens - most_saved >= least:
+            break  # queues only get longer from here on
+        cached = cached_tokens.get(get_view(entry).engine_id, 0)
+        score = queued_tokens - CACHED_TOKEN_WEIGHT * cached
+        if not cached or score >= least or assign_pass.bound_done_s(request, entry) >= deadline_s:
             continue
         if assign_pass.is_feasible(request, get_view(entry), deadline_s):
             best, least = entry, score

@@ -189,9 +189,14 @@ class EdgeConnection(web.RequestHandler):
             self.transport.abort()
 
     def _has_whole_request(self) -> bool:
-        """Whether the last request has come completely and is not answered yet; aiohttp counts what it reads."""
+        """Whether the last request is not answered yet and has come completely, or with a body that cannot be read.
+
+        aiohttp counts what it reads.
+        """
         last = self._last_message
-        return last is not None and self._request_count > self._num_answered and last[1].is_eof()
+        if last is None or self._request_count <= self._num_answered:
+            return False
+        return last[1].is_eof() or last[1].exception() is not None
 
     def _speaks_http_1_1(self) -> bool:
         head = None if self._last_message is None else self._last_message[0]

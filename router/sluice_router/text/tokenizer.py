@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 from sluice.wire_fields import optional_numbers
 from sluice_router.text.chat_template import ChatTemplate
 from sluice_router.text.detokenizer import Detokenizer, DetokenizerFactory
+from sluice_router.text.known_words import KnownWords, can_cut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,6 +64,7 @@ class ModelText:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._known_words = KnownWords(tokenizer) if can_cut(tokenizer) else None
         self._detokenizers = DetokenizerFactory(tokenizer)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         self.chat_template = chat_template
@@ -93,19 +95,23 @@ class ModelText:
         return self._detokenizers.uses_table
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokenizes a prompt; without giving up control when it is short.
+        """Tokenizes a prompt; without giving up control when it is short, or its words are known.
 
         Args:
             text: The prompt.
             add_special_tokens: Whether the tokenizer adds BOS and the like; chat templates write them themselves.
         """
+        if self._known_words is not None:
+            ids = self._known_words.encode(text, add_special_tokens=add_special_tokens)
+            if ids is not None:
+                return ids
         if len(text) <= MAX_INLINE_CHARACTERS:
             return self.encode_now(text, add_special_tokens=add_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._encode_fast, text, add_special_tokens)
 
     def encode_now(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokenizes where it is called; see ``encode``."""
+        """Tokenizes where it is called, by the tokenizer alone; see ``encode``."""
         return self._encode_fast(text, add_special_tokens)
 
     def make_detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
