@@ -87,9 +87,7 @@ class Table:
         self.heap = Heap()
         for index, name in enumerate(waiting):
             # 100 tokens take four blocks.
-            self.heap.add_request(
-                add(self.tracker, name, RequestKind.NEW_PROMPT, 100, arrival_s=NOW_S + index).request
-            )
+            self.heap.add_request(add(self.tracker, name, RequestKind.NEW_PROMPT, 100, arrival_s=NOW_S + index).request)
         for name in started:
             add(self.tracker, name, RequestKind.STARTED_PREFILL, 100, 40)
         self.selector = PlayedSelector()
