@@ -199,7 +199,7 @@ BLOCKED = [
 
 @pytest.mark.parametrize(("selected", "has_seat", "free_blocks", "has_idled", "shown"), BLOCKED)
 def test_what_has_started_goes_on_where_nothing_that_is_selected_can_start(
-    selected: list[str], has_seat: bool, free_blocks: int, has_idled: bool, shown: list[str]
+    *, selected: list[str], has_seat: bool, free_blocks: int, has_idled: bool, shown: list[str]
 ) -> None:
     table = Table(waiting="ab", started="xy")
     table.selector.started, table.free_blocks = ["y", "x"], free_blocks
@@ -276,7 +276,7 @@ def report(number: int, duration_s: float) -> IterationReport:
 
 
 @pytest.mark.parametrize("selects", [True, False])
-def test_the_selector_learns_how_long_iterations_take(selects: bool) -> None:
+def test_the_selector_learns_how_long_iterations_take(*, selects: bool) -> None:
     table = Table(selects=False)
     latency: list[LatencyModel] = []
     if selects:

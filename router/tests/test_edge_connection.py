@@ -179,7 +179,7 @@ async def table() -> Table:
 
 
 @pytest.mark.parametrize("has_socket", [True, False])
-async def test_a_connection_sets_its_limits(has_socket: bool) -> None:
+async def test_a_connection_sets_its_limits(*, has_socket: bool) -> None:
     table = Table(PlayedSocket() if has_socket else None)
     assert table.limits == [(1000, None)]
     if table.raw is not None:
@@ -300,7 +300,7 @@ async def test_a_client_that_is_paused_and_gone_is_left_alone(table: Table) -> N
     ids=["nothing", "a part", "whole", "HTTP 1.0", "malformed", "half a head behind", "half a body behind"],
 )
 async def test_the_end_of_a_client_keeps_the_connection_while_an_answer_is_due(
-    table: Table, sent: list[bytes], is_kept: bool, written: bytes
+    table: Table, *, sent: list[bytes], is_kept: bool, written: bytes
 ) -> None:
     for data in sent:
         table.connection.data_received(data)
@@ -325,7 +325,7 @@ async def test_the_end_of_a_client_that_has_its_answer_closes(table: Table) -> N
 
 
 @pytest.mark.parametrize("is_lost", [True, False], ids=["lost", "with TLS"])
-async def test_the_end_of_a_client_closes_what_cannot_be_half_closed(is_lost: bool) -> None:
+async def test_the_end_of_a_client_closes_what_cannot_be_half_closed(*, is_lost: bool) -> None:
     table = Table(PlayedSocket(), is_tls=not is_lost)
     await table.receive(POST)
     if is_lost:
@@ -353,7 +353,7 @@ async def test_an_open_connection_stays_open_behind_its_answer(table: Table) -> 
 
 @pytest.mark.parametrize("state", [ESTABLISHED, CLOSED], ids=["alive", "reset"])
 @pytest.mark.parametrize("has_ended", [True, False])
-async def test_a_half_closed_connection_that_was_reset_is_cut(table: Table, state: int, has_ended: bool) -> None:
+async def test_a_half_closed_connection_that_was_reset_is_cut(table: Table, *, state: int, has_ended: bool) -> None:
     assert table.raw is not None
     await table.receive(GET)
     if has_ended:
@@ -364,7 +364,7 @@ async def test_a_half_closed_connection_that_was_reset_is_cut(table: Table, stat
 
 
 @pytest.mark.parametrize("has_socket", [True, False])
-async def test_a_half_closed_connection_without_a_socket_or_client_is_left_alone(has_socket: bool) -> None:
+async def test_a_half_closed_connection_without_a_socket_or_client_is_left_alone(*, has_socket: bool) -> None:
     table = Table(PlayedSocket() if has_socket else None)
     await table.receive(GET)
     table.connection.eof_received()
