@@ -123,7 +123,6 @@ def test_later_parts_go_on_where_the_copy_ends() -> None:
     assert table.end() == answer(7)
     assert table.count_cached(TOKENS[:28]) == 7
     assert table.count_cached([*TOKENS[:20], 9, *TOKENS[21:28]]) == 5
-    assert table.pulls.num_void == 0
 
 
 def test_blocks_in_the_prefix_cache_are_held_and_not_read() -> None:
@@ -204,7 +203,6 @@ def test_a_read_that_failed_or_took_too_long_is_void(*, failed: bool, after_s: f
     table = Table()
     table.pull(TOKENS[:12], end=3)
     assert table.end(failed=failed, after_s=after_s) == (answer(3) if is_whole else answer(0, "failed"))
-    assert table.pulls.num_void == (not is_whole)
     assert table.count_cached(TOKENS) == (3 if is_whole else 0)
     # It may be tried again, into the same blocks.
     assert table.pull([], end=3) == (answer(3) if is_whole else None)
@@ -216,7 +214,7 @@ def test_the_end_of_a_read_is_told_though_its_grant_has_ended() -> None:
     table.grants.release("g")
     assert table.pool.get_num_free_blocks() == 17
     assert table.end() == answer(0, "lapsed")
-    assert (table.pulls.num_void, table.pool.get_num_free_blocks(), table.count_cached(TOKENS)) == (1, 20, 0)
+    assert (table.pool.get_num_free_blocks(), table.count_cached(TOKENS)) == (20, 0)
 
 
 def test_ends_of_several_reads_are_answered_in_the_order_of_their_names() -> None:
