@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
+from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 
+from sluice_router.api.http_api import _answer_expectation
 from sluice_router.api.http_connection import (
     COMMENT,
     CONTINUE,
@@ -402,6 +405,23 @@ async def test_what_cannot_be_parsed_is_answered(table: Table, message: str | No
         "code": "malformed_http",
     }
     assert json.loads(answer.text or "")["error"] == expected
+
+
+@pytest.mark.parametrize("state", ["open", "closing", "lost"])
+async def test_who_waits_to_be_asked_for_a_body_is_asked_while_the_connection_is_open(table: Table, state: str) -> None:
+    transport = (
+        None if state == "lost" else SimpleNamespace(is_closing=lambda: state == "closing", write=table.transport.write)
+    )
+    request = SimpleNamespace(headers={"Expect": "100-Continue"}, version=HttpVersion11, transport=transport)
+    _answer_expectation(request)  # type: ignore[arg-type]
+    assert table.transport.written == (CONTINUE if state == "open" else b"")
+
+
+@pytest.mark.parametrize(("expects", "version"), [(None, HttpVersion11), ("100-continue", HttpVersion10)])
+async def test_nobody_else_is_asked(table: Table, expects: str | None, version: HttpVersion) -> None:
+    headers = {} if expects is None else {"Expect": expects}
+    _answer_expectation(SimpleNamespace(headers=headers, version=version, transport=table.transport))  # type: ignore[arg-type]
+    assert table.transport.written == b""
 
 
 async def test_connections_are_of_this_server(table: Table) -> None:
