@@ -61,7 +61,11 @@ DRAWN = {
 NAMES = [f"{name}/{number}" for name in DRAWN for number in range(25 if name.startswith("flowprefill") else 10)]
 # Nothing is in its usual state for long: few blocks and seats, reused prefixes, a change of an engine every second.
 CROWDED = "crowded "
-NAMES += [f"{CROWDED}{name}/{number}" for name in DRAWN for number in range(30 if name.startswith("taichi") else 12)]
+NAMES += [
+    f"{CROWDED}{name}/{number}"
+    for name in DRAWN
+    for number in range(30 if name.startswith(("taichi", "ecoserve", "flowprefill", "disaggregated")) else 12)
+]
 SLOS = (SLO, Slo(ttft_s=0.4, tpot_s=0.03), Slo(ttft_s=9.0, tpot_s=0.2), Slo(ttft_s=0.9, tpot_s=0.06))
 
 
