@@ -348,9 +348,10 @@ async def test_models_health_and_reflection(channel, router, plane):
 
 
 async def test_a_model_without_a_name_or_length_is_not_made_up(router, plane, text):
-    plane.model = ServedModel(name="tiny", max_model_len_tokens=0, created_s=0)
-    (model,) = (await router.ListModels(router_pb2.ListModelsRequest())).models
-    assert model.max_model_len_tokens == text.defaults.max_model_len_tokens
+    for length, shown in ((99, 99), (0, text.defaults.max_model_len_tokens)):
+        plane.model = ServedModel(name="tiny", max_model_len_tokens=length, created_s=0)
+        (model,) = (await router.ListModels(router_pb2.ListModelsRequest())).models
+        assert model.max_model_len_tokens == shown
     plane.model = ServedModel(name="", max_model_len_tokens=0, created_s=0)
     assert not (await router.ListModels(router_pb2.ListModelsRequest())).models
 
