@@ -182,6 +182,17 @@ async def test_keys_that_cannot_be_read_let_nobody_in_and_old_ones_stay(tmp_path
     assert verifier.find_owner(make_token()) == "alice"
 
 
+async def test_the_oldest_of_the_checked_tokens_is_forgotten_first(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(jwt_tokens, "MAX_CHECKED", 2)
+    path = tmp_path / "keys.json"
+    path.write_bytes(make_key_set(one=ELLIPTIC))
+    verifier = JwtVerifier(JwtSettings(jwt_keys=path.as_uri(), jwt_issuer=ISSUER, jwt_audience=AUDIENCE))
+    await verifier.refresh()
+    for name in ("alice", "bob", "carol"):
+        assert verifier.find_owner(make_token(sub=name)) == name
+    assert [owner for owner, _ in verifier._checked.values()] == ["bob", "carol"]
+
+
 @contextlib.asynccontextmanager
 async def issuing(answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> AsyncIterator[JwtVerifier]:
     """Somebody who asks an issuer for its keys over HTTPS."""
