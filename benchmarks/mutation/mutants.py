@@ -1,7 +1,8 @@
 """Mutants of a module's functions, made on its syntax tree: small changes of what the code decides.
 
 A message is no decision: texts with blanks, log lines, what ``print`` and ``echo`` write, docstrings, annotations,
-decorators, assertions and helps of metrics and options are left alone. ``raise`` may be deleted, its text stays.
+decorators, assertions, names of tasks, and helps of metrics and options are left alone. ``raise`` may be deleted, its
+text stays.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ def _walk(
             continue
         if isinstance(child, list):
             for position, each in enumerate(child):
-                if isinstance(each, ast.AST) and not (is_within_raise and _is_text(each)):
+                if isinstance(each, ast.AST) and not (is_within_raise and _is_text(each)) and not _is_name(node, each):
                     yield from _walk(node, name, position, chain, is_predicate=is_predicate)
         elif isinstance(child, ast.AST) and not isinstance(child, ast.arguments):
             yield from _walk(node, name, None, chain, is_predicate=is_predicate)
@@ -216,6 +217,12 @@ def _walk(
 
 def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _is_name(node: ast.AST, keyword: ast.AST) -> bool:
+    """Whether a keyword gives a task its name."""
+    is_task = isinstance(node, ast.Call) and _get_name(node.func) == "create_task"
+    return is_task and isinstance(keyword, ast.keyword) and keyword.arg == "name"
 
 
 def _is_message(node: ast.AST) -> bool:
@@ -346,7 +353,7 @@ def _replace_call(node: ast.Call) -> Iterator[ast.AST]:
     # A record or an error without one of its fields fails wherever it is made.
     if not name[:1].isupper():
         for index, keyword in enumerate(node.keywords):
-            if keyword.arg is not None and not _is_message(keyword):
+            if keyword.arg is not None and not _is_message(keyword) and not _is_name(node, keyword):
                 yield _change(node, keywords=[*node.keywords[:index], *node.keywords[index + 1 :]])
 
 

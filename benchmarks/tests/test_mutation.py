@@ -198,6 +198,12 @@ def test_messages_are_no_decisions(toy: Path) -> None:
     assert shown == ["raise ValueError(f'does not fit: {fits + 1}')", "return 'fits'", "return 'fits'"]
 
 
+def test_the_name_of_a_task_is_no_decision_and_another_name_is(toy: Path) -> None:
+    (toy / "toy/hall.py").write_text("def run(loop, work):\n    loop.create_task(work, name='x')\n    work(name='y')\n")
+    shown = [mutant.after for mutant in MutatedModule(toy, "toy/hall.py").mutants]
+    assert shown == ["pass", "pass", "work()", "work(name='XXy')"]
+
+
 @pytest.mark.parametrize("package", ["core/sluice_core", "operator/sluice_operator"])
 def test_every_module_that_decides_belongs_to_one_part_or_is_left_out_with_a_reason(package: str) -> None:
     left_out = read_left_out(REAL_PARTS)

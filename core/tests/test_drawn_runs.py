@@ -59,6 +59,13 @@ DRAWN = {
 }
 # The row with the most states of its own is drawn most often.
 NAMES = [f"{name}/{number}" for name in DRAWN for number in range(25 if name.startswith("flowprefill") else 10)]
+# Nothing is in its usual state for long: few blocks and seats, reused prefixes, a change of an engine every second.
+CROWDED = "crowded "
+NAMES += [
+    f"{CROWDED}{name}/{number}"
+    for name in DRAWN
+    for number in range(30 if name.startswith(("taichi", "ecoserve", "flowprefill", "disaggregated")) else 12)
+]
 SLOS = (SLO, Slo(ttft_s=0.4, tpot_s=0.03), Slo(ttft_s=9.0, tpot_s=0.2), Slo(ttft_s=0.9, tpot_s=0.06))
 
 
@@ -155,20 +162,78 @@ def draw_events(rng, engines, *, has_roles):
     return events
 
 
+def crowd(rng, cell, name):
+    """Makes a cell crowded; the first engine keeps its role, so that somebody serves."""
+    cuts = name in {"dynaserve, cut prompts", "dynaserve, sides"}
+    blocks, seats = rng.choice((24, 32, 48, 80)), rng.choice((2, 4, 8, 32))
+    speed = LinkSpeed(bytes_per_s=rng.choice((5e7, 3e8, 3e9)))
+    engines = [
+        replace(each, kv_blocks_total=blocks, max_num_seqs=seats, link=replace(each.link, speed=speed))
+        for each in cell.engines
+    ]
+    reuses = not cuts and rng.random() < 0.5
+    options = replace(
+        cell.options,
+        no_grant=rng.choice((NoGrant.WAIT, NoGrant.IN_PLACE)),
+        hash_block_tokens=rng.choice((16, 32, 48)) if reuses else None,
+        prefix_report_s=rng.choice((None, 0.0, 0.1)) if reuses else None,
+        schedules_ahead=not cuts and engines[0].operators_per_iteration == 0 and rng.random() < 0.6,
+    )
+    events = []
+    for number, setup in enumerate(engines):
+        at_s = 0.0
+        for change in range(rng.choice((0, 2, 4))):
+            at_s += rng.uniform(0.1, 2.0)
+            role = setup.role if number == 0 else rng.choice(list(Role))
+            chunk = rng.choice((0, 32, 300)) if cell.strategy.sliders.has_roles and number else setup.chunk_size_tokens
+            kind = rng.choice(("drain", "back", "flip", "flip"))
+            if number and change == 3:
+                event = rng.choice((FailEvent, FailEvent, LeaveEvent))(at_s=at_s, engine_id=setup.engine_id)
+                joins = replace(setup, engine_id=EngineId(f"late-{number}"))
+                events += [event, AddEngineEvent(at_s=at_s + rng.uniform(0.0, 1.0), setup=joins)]
+                break
+            events.append(
+                ConfigureEvent(
+                    at_s=at_s,
+                    engine_id=setup.engine_id,
+                    role=setup.role if kind == "back" else role,
+                    chunk_size_tokens=chunk if kind == "flip" else setup.chunk_size_tokens,
+                    is_draining=kind == "drain",
+                )
+            )
+        else:
+            back = ConfigureEvent(
+                at_s=at_s + 1.0,
+                engine_id=setup.engine_id,
+                role=setup.role,
+                chunk_size_tokens=setup.chunk_size_tokens,
+            )
+            events.append(back)
+    return replace(cell, engines=engines, options=options, events=events)
+
+
 def draw_run(name):
     """Draws a cell and its requests: prompts that pile up, answers of one token, four kinds of objectives."""
     rng = random.Random(f"drawn {name}")
-    cell = draw_cell(rng, name.partition("/")[0])
+    kind = name.removeprefix(CROWDED).partition("/")[0]
+    cell = draw_cell(rng, kind)
+    longest_prompts, longest_outputs = (300, 700), (30, 90)
+    if name.startswith(CROWDED):
+        cell = crowd(rng, cell, kind)
+        longest_prompts, longest_outputs = (40, 120, 300), (90, 250)
     arrivals = make_arrivals(
         rng,
         number=rng.choice((30, 60)),
         rate=rng.choice((3.0, 8.0, 25.0)),
-        longest_prompt=rng.choice((300, 700)),
-        longest_output=rng.choice((30, 90)),
+        longest_prompt=rng.choice(longest_prompts),
+        longest_output=rng.choice(longest_outputs),
         slos=SLOS,
         priorities=(0, 0, 1, -1),
     )
-    return cell, share_prefixes(rng, arrivals) if cell.options.hash_block_tokens else arrivals
+    hash_block_tokens = cell.options.hash_block_tokens
+    if hash_block_tokens:
+        arrivals = share_prefixes(rng, arrivals, hash_block_tokens=hash_block_tokens)
+    return cell, arrivals
 
 
 def add_up(values):

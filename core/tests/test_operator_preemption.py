@@ -246,6 +246,24 @@ def test_nothing_stops_without_need(changes):
     assert count(run(make_cell(), [long, second]), "num_interrupts") == 0
 
 
+def test_an_engine_that_has_died_stops_no_more():
+    long = Arrival(at_s=0.0, prompt_tokens=2000, output_tokens=1, slo=Slo(ttft_s=9.0, tpot_s=1.0))
+    urgent = Arrival(at_s=0.05, prompt_tokens=50, output_tokens=1, slo=Slo(ttft_s=0.2, tpot_s=1.0))
+    whole_s = A100_14B.estimate_iteration_s(2000, 1, 2000, 2e6, 0, 0)
+    stops_at_s = (math.floor(0.05 / whole_s * OPERATORS) + 1) * whole_s / OPERATORS
+    for fails_at_s, num_interrupts in ((stops_at_s + 1e-9, 1), (stops_at_s - 1e-9, 0)):
+        cell = make_cell(shape=((2, CHUNK),))
+        dead = cell.engines[0].engine_id
+        # The other engine has work of its own, so that both prompts are on the first.
+        busy = Arrival(at_s=0.0, prompt_tokens=3500, output_tokens=1, slo=Slo(ttft_s=9.0, tpot_s=1.0))
+        cell = replace(cell, events=(FailEvent(at_s=fails_at_s, engine_id=dead),))
+        timeline = Timeline()
+        simulation = Simulation(cell, [long, busy, urgent], timeline)
+        first = simulation.engines[0]
+        assert simulation.run()
+        assert (first.engine_id, first.is_dead, first.counters.num_interrupts) == (dead, True, num_interrupts)
+
+
 def test_operators_serve_more_in_time_than_ends_of_iterations():
     missed = {}
     for num_operators in (0, OPERATORS):

@@ -193,6 +193,11 @@ def test_gap_percentiles_are_close(gaps_s, share):
 # --- workloads
 
 
+def test_a_run_without_requests_has_no_metrics():
+    with pytest.raises(ValueError, match="a run without requests"):
+        summarize(Simulation(make_cell(), []))
+
+
 def test_one_seed_fixes_lengths_and_gaps_and_a_rate_divides_the_gaps():
     slow = PoissonWorkload(ROWS, SLO, seed=1).make_arrivals(2.0, 50.0)
     workload = PoissonWorkload(ROWS, SLO, seed=1)

@@ -176,3 +176,92 @@ def test_unanswered_requests_are_left_out_on_request_only(lines: list[str]) -> N
     with pytest.raises(TraceError, match=r"is '?0'?, a whole number of at least 1"):
         parse_trace(lines)
     assert [(row.prompt_tokens, row.output_tokens) for row in parse_trace(lines, skips_unanswered=True)] == [(5, 6)]
+
+
+ACCEPTED: dict[str, tuple[list[str], list[TraceRow]]] = {
+    "largest count": (
+        ["input_tokens,output_tokens", "2147483647,1"],
+        [TraceRow(prompt_tokens=2**31 - 1, output_tokens=1)],
+    ),
+    "blanks": (
+        [" arrival_s , input_tokens,output_tokens ", " 0 , 5,6 "],
+        [TraceRow(prompt_tokens=5, output_tokens=6, arrival_s=0.0)],
+    ),
+    "our times as they are": (
+        ["arrival_s,input_tokens,output_tokens", "7,5,6", "7,5,6"],
+        [TraceRow(prompt_tokens=5, output_tokens=6, arrival_s=7.0)] * 2,
+    ),
+    "quoted class": (
+        ["class,input_tokens,output_tokens", '"a, b",5,6', ",5,6"],
+        [TraceRow(prompt_tokens=5, output_tokens=6, slo_class="a, b"), TraceRow(prompt_tokens=5, output_tokens=6)],
+    ),
+    "azure without a zone is in UTC": (
+        [AZURE, "2023-11-16 23:30:00,5,6", "2023-11-17 01:00:00+01:00,5,6"],
+        [TraceRow(prompt_tokens=5, output_tokens=6, arrival_s=each) for each in (0.0, 1800.0)],
+    ),
+    "mooncake at one time": (
+        [MOONCAKE, MOONCAKE],
+        [TraceRow(prompt_tokens=10, output_tokens=3, arrival_s=0.0)] * 2,
+    ),
+    "log with classes": (
+        [LOG.replace("3}", '3, "class": "chat"}'), LOG],
+        [
+            TraceRow(prompt_tokens=10, output_tokens=3, arrival_s=0.0, slo_class="chat"),
+            TraceRow(prompt_tokens=10, output_tokens=3, arrival_s=0.0),
+        ],
+    ),
+    "log with counts at the top and usage": (
+        [LOG.replace("3}", '3, "usage": {"prompt_tokens": 1, "completion_tokens": 1}}')],
+        [TraceRow(prompt_tokens=10, output_tokens=3, arrival_s=0.0)],
+    ),
+    "log with both times": (
+        [LOG.replace("3}", '3, "created": 99}'), LOG.replace("5", "8").replace("3}", '3, "created": 1}')],
+        [TraceRow(prompt_tokens=10, output_tokens=3, arrival_s=each) for each in (0.0, 3.0)],
+    ),
+    "log of the last second": (
+        [LOG.replace('"timestamp": 5', '"timestamp": 100000000000')],
+        [TraceRow(prompt_tokens=10, output_tokens=3, arrival_s=0.0)],
+    ),
+    "log of no time": (
+        [LOG.replace('"timestamp": 5', '"timestamp": null')],
+        [TraceRow(prompt_tokens=10, output_tokens=3)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("lines", "rows"), ACCEPTED.values(), ids=ACCEPTED)
+def test_what_is_just_right_is_read(lines: list[str], rows: list[TraceRow]) -> None:
+    assert parse_trace(lines) == rows
+
+
+MORE_WRONG: dict[str, tuple[list[str], str]] = {
+    "count too large": (["input_tokens,output_tokens", "2147483648,1"], "line 2: input_tokens is '2147483648'"),
+    "count of eleven digits": (
+        ["input_tokens,output_tokens", "00000000005,1"],
+        "line 2: input_tokens is '00000000005'",
+    ),
+    "column twice": (["input_tokens,output_tokens,input_tokens", "1,2,3"], "line 1: columns are input_tokens, output"),
+    "column missing": (["input_tokens", "1"], "line 1: columns are input_tokens; known are"),
+    "no name": (["", "  ,"], "line 2: columns are , ; known are"),
+    "half of azure": (["TIMESTAMP,ContextTokens", "x,1"], "line 1: columns are TIMESTAMP, ContextTokens; known are"),
+    "time is true": ([LOG.replace('"timestamp": 5', '"timestamp": true')], "line 1: timestamp is True"),
+    "time is a list": ([LOG.replace('"timestamp": 5', '"timestamp": [5]')], "line 1: timestamp is [5]"),
+    "time before": ([MOONCAKE.replace('"timestamp": 5', '"timestamp": -1')], "line 1: timestamp is -1, a number"),
+    "time too large": (["arrival_s,input_tokens,output_tokens", "1e15,1,1"], "line 2: arrival_s is '1e15'"),
+    "objective": (["ttft_slo_s,input_tokens,output_tokens", "soon,1,1"], "line 2: ttft_slo_s is 'soon', a number"),
+    "milliseconds just so": (
+        [LOG.replace('"timestamp": 5', '"created": 100000000001')],
+        "line 1: created is 100000000001; seconds since 1970",
+    ),
+    "log date": ([LOG.replace('"timestamp": 5', '"created": "noon"')], "line 1: created is 'noon', a date and time"),
+    "time of one alone": (['{"prompt_tokens": 4, "completion_tokens": 3}', LOG], "line 2: has a timestamp, unlike"),
+    "no usage": (['{"timestamp": 6, "usage": null}'], "line 1: prompt_tokens is missing"),
+    "azure order": ([AZURE, "2023-11-16 18:15:47,4,5", "2023-11-16 18:15:46,4,5"], "line 3: TIMESTAMP is 1 s before"),
+}
+
+
+@pytest.mark.parametrize(("lines", "message"), MORE_WRONG.values(), ids=MORE_WRONG)
+def test_what_is_just_wrong_is_named(lines: list[str], message: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        parse_trace(lines)
+    assert str(caught.value).startswith(message)

@@ -46,6 +46,17 @@ def test_the_environment_fills_what_the_command_line_leaves_out():
     assert (settings.engine_id, settings.kv_host, settings.port) == ("pod-uid", "10.0.0.7", 22000)
 
 
+def test_the_emulated_gpu_is_described_in_json():
+    settings = parse_settings(command_line(emulation='{"base_s": 0.25, "kv_bytes": 7}'), {})
+    assert settings.emulation is not None
+    assert (settings.emulation.base_s, settings.emulation.kv_bytes) == (0.25, 7)
+
+
+def test_what_stands_behind_two_dashes_is_vllms():
+    settings = parse_settings([*command_line(), "--", "--port", "--", "x"], {})
+    assert (settings.port, settings.vllm_args) == (22000, ("--port", "--", "x"))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

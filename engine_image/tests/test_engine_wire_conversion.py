@@ -247,18 +247,31 @@ def test_a_value_out_of_range_is_refused_by_name(builder, fields, named):
     ("fields", "named"),
     [
         ({"prompt_token_ids": []}, "prompt_token_ids: empty"),
-        ({"prompt_token_ids": [1] * 4096}, "4096 prompt and 0 output tokens .* 4096 in all"),
-        ({"prompt_token_ids": [1] * 4090, "output_token_ids": [1] * 6}, "4090 prompt and 6 output"),
-        ({"prompt_token_ids": [10**6]}, "token 1000000 is outside the vocabulary of 2048"),
+        ({"prompt_token_ids": [1] * 4096}, "prompt_token_ids: 4096 prompt and 0 output tokens .* 4096 in all"),
+        (
+            {"prompt_token_ids": [1] * 4090, "output_token_ids": [1] * 6},
+            "prompt_token_ids: 4090 prompt and 6 output",
+        ),
+        ({"prompt_token_ids": [2048]}, "prompt_token_ids: token 2048 is outside the vocabulary of 2048"),
         ({"prompt_token_ids": [1], "output_token_ids": [10**6]}, "output_token_ids: token 1000000"),
-        ({"prompt_token_ids": [1], "output_token_ids": [1] * 8}, "max_tokens: 8, but 8 are generated"),
+        ({"prompt_token_ids": [1], "output_token_ids": [1] * 8}, "sampling.max_tokens: 8, but 8 are generated"),
     ],
     ids=["empty", "too long", "too long with output", "prompt token", "output token", "nothing left"],
 )
 def test_tokens_that_cannot_run_are_refused_with_the_limit(builder, fields, named):
     submit = wire.Submit(sampling=sampling_pb2.SamplingParams(max_tokens=8), **fields)
-    with pytest.raises(SubmitRefusedError, match=named):
+    with pytest.raises(SubmitRefusedError, match=f"^{named}"):
         builder.build("id", submit, core_messages.RequestExtras(output_token_ids=list(submit.output_token_ids)))
+
+
+def test_tokens_at_the_limits_run(builder):
+    submit = wire.Submit(
+        sampling=sampling_pb2.SamplingParams(max_tokens=6),
+        prompt_token_ids=[2047] * 4090,
+        output_token_ids=[2047] * 5,
+    )
+    request = builder.build("id", submit, core_messages.RequestExtras(output_token_ids=[2047] * 5))
+    assert request.prompt_token_ids == [2047] * 4090
 
 
 def test_without_a_tokenizer_what_needs_one_is_refused(builder):

@@ -269,6 +269,22 @@ def test_a_runner_knows_the_tokens_that_were_made_elsewhere(resume) -> None:
     assert make_state(resume, [], {}, None).generator is None
 
 
+def test_a_gpus_generator_and_a_request_that_samples_nothing_stay_as_they_are(resume) -> None:
+    generator = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    assert make_state(resume, [], None, generator).generator is generator
+    state = resume.ResumedRequestState(
+        req_id="r",
+        prompt_token_ids=[1, 2],
+        mm_features=[],
+        sampling_params=None,
+        generator=None,
+        block_ids=([1],),
+        num_computed_tokens=0,
+        output_token_ids=[],
+    )
+    assert state.output_token_ids == []
+
+
 def test_a_seeded_request_draws_on_where_it_was(resume) -> None:
     import torch  # noqa: PLC0415
 

@@ -44,10 +44,13 @@ async def test_routers_are_told_what_changed_and_nothing_when_nothing_did(engine
     tell(engine, stored=[1, 2**64 - 1])
     tell(engine, stored=[3], removed=[1])
     tell(engine)
+    tell(engine, removed=[3])
+    tell(engine, stored=[4])
     for router in (first, second):
         changes = read(router)
-        assert [(each.sequence, each.is_reset) for each in changes] == [(1, True), (2, False)]
-        assert add_up(changes) == {3, 2**64 - 1}
+        assert [(each.sequence, each.is_reset) for each in changes] == [(1, True), (2, False), (3, False), (4, False)]
+        assert [list(each.removed) for each in changes[1:]] == [[1], [3], []]
+        assert add_up(changes) == {4, 2**64 - 1}
 
 
 async def test_a_new_stream_begins_with_all_that_is_cached(engine):

@@ -235,8 +235,8 @@ async def test_limits_of_an_owner_are_refused_by_name_over_http_and_grpc(tmp_pat
         assert too_long.json()["error"]["message"] == "max_tokens: at most 3 for alice, not 4"
         assert too_long.json()["error"]["code"] == "max_output_tokens"
         unsaid = {name: value for name, value in BODY.items() if name != "max_tokens"}
-        for _ in range(2):
-            assert (await http.post("/v1/completions", json=unsaid)).json()["usage"]["completion_tokens"] == 3
+        for body in (unsaid, {**BODY, "max_tokens": 3}):
+            assert (await http.post("/v1/completions", json=body)).json()["usage"]["completion_tokens"] == 3
         refused = await http.post("/v1/completions", json=unsaid)
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == refused.headers["x-sluice-reason"] == "requests_per_minute"

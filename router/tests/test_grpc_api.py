@@ -17,6 +17,7 @@ from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.grpc_api import GrpcApi
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import EngineFaultError, SloInfeasibleError
+from sluice_router.scheduling.requests import ServedModel
 from sluice_router.text.tokenizer import ModelText
 
 Sampling = sampling_pb2.SamplingParams
@@ -344,6 +345,72 @@ async def test_models_health_and_reflection(channel, router, plane):
     answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]))
     names = [service.name async for answer in answers for service in answer.list_services_response.service]
     assert "sluice.v1.Router" in names
+
+
+async def test_a_model_without_a_name_or_length_is_not_made_up(router, plane, text):
+    for length, shown in ((99, 99), (0, text.defaults.max_model_len_tokens)):
+        plane.model = ServedModel(name="tiny", max_model_len_tokens=length, created_s=0)
+        (model,) = (await router.ListModels(router_pb2.ListModelsRequest())).models
+        assert model.max_model_len_tokens == shown
+    plane.model = ServedModel(name="", max_model_len_tokens=0, created_s=0)
+    assert not (await router.ListModels(router_pb2.ListModelsRequest())).models
+
+
+@pytest.mark.parametrize("service", ["", "sluice.v1.Router"])
+async def test_health_follows_readiness(channel, plane, service):
+    plane.not_ready_reason = "no engine"
+    health, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service=service)
+    async with asyncio.timeout(20):
+        for reason in ("no engine", "", "no plan"):
+            plane.not_ready_reason = reason
+            expected = health_pb2.HealthCheckResponse.NOT_SERVING if reason else health_pb2.HealthCheckResponse.SERVING
+            while (await health.Check(request)).status != expected:  # noqa: ASYNC110 - only the server knows
+                await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+async def test_a_message_may_be_as_large_as_the_limit_and_no_larger(plane, text, metrics, excess):
+    request = router_pb2.GenerateRequest(text="hi", stop=["x" * 500])
+    api = GrpcApi(plane, text, metrics, max_message_bytes=request.ByteSize() - excess)
+    port = await api.start("127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = router_pb2_grpc.RouterStub(channel).Generate(request)
+        if excess:
+            with pytest.raises(grpc.aio.AioRpcError, match="larger than max") as caught:
+                [_ async for _ in call]
+            assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        else:
+            assert [_ async for _ in call]
+    await api.close(0)
+
+
+@pytest.mark.parametrize("announced_s", [None, 30.0, 0.0])
+async def test_a_server_that_closes_lets_calls_end_for_the_shorter_of_its_times(plane, text, metrics, announced_s):
+    api = GrpcApi(plane, text, metrics)
+    port = await api.start("127.0.0.1", 0)
+    plane.script = None
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = router_pb2_grpc.RouterStub(channel).Generate(router_pb2.GenerateRequest(text="hi"))
+        reading = asyncio.create_task(call.read())
+        await plane.wait(lambda: bool(plane.live))
+        if announced_s is not None:
+            api.announce_close(announced_s)
+            api.announce_close(announced_s)
+        closing = asyncio.create_task(api.close(30.0))
+        if announced_s == 0.0:
+            await plane.wait(lambda: bool(plane.cancelled))
+            with pytest.raises(grpc.aio.AioRpcError):
+                await reading
+        else:
+            plane.emit("req-1", [100])
+            assert list((await reading).token_ids) == [100]
+            plane.finish("req-1")
+            assert (await call.read()).finish_reason == LENGTH
+            assert await call.read() == grpc.aio.EOF
+        async with asyncio.timeout(20):
+            await closing
+    with pytest.raises(ConnectionError):
+        await asyncio.open_connection("127.0.0.1", port)
 
 
 async def test_slow_client_gets_larger_deltas_and_is_shed_at_its_limit(plane, text):

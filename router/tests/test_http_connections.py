@@ -108,6 +108,28 @@ async def test_a_body_that_is_not_packed_as_it_says_is_the_clients_fault(start, 
     assert not caplog.records
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/nowhere"])
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+@pytest.mark.parametrize("is_divided", [False, True], ids=["at once", "body behind the headers"])
+async def test_body_that_is_not_packed_as_it_says_is_refused(start, plane, path, encoding, is_divided):
+    """A fault that is logged would fail this test."""
+    _, port = await start()
+    async with connect(port) as (reader, writer):
+        data = request_bytes(path, BODY, {"Content-Encoding": encoding})
+        head, _, body = data.partition(b"\r\n\r\n")
+        writer.write(head + b"\r\n\r\n")
+        if is_divided:
+            await asyncio.sleep(0.01)
+        writer.write(body)
+        status, headers, answer = await read_response(reader)
+        expected = (400, "malformed_http") if path == "/v1/completions" else (404, "unsupported_endpoint")
+        assert (status, json.loads(answer)["error"]["code"]) == expected
+        assert headers["connection"] == "close"
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+    assert not plane.admitted
+
+
 async def test_headers_that_do_not_end_close_the_connection(start):
     _, port = await start(header_timeout_s=0.1)
     async with connect(port) as (reader, writer):

@@ -158,6 +158,10 @@ async def test_pages(client, plane):
     assert (await client.get("/version")).json()["version"]
     assert (await client.get("/livez")).status_code == 200
     assert (await client.get("/v1/models/tiny")).json()["max_model_len"] == 512
+    plane.model = ServedModel(name="tiny", max_model_len_tokens=99, created_s=7)
+    shown = {"id": "tiny", "object": "model", "created": 7, "owned_by": "sluice", "max_model_len": 99}
+    assert (await client.get("/v1/models/tiny")).json() == shown
+    assert (await client.get("/v1/models")).json() == {"object": "list", "data": [shown]}
     plane.stories["req-9"] = {"events": []}
     assert (await client.get("/debug/requests/req-9")).json() == {"events": []}
     for path in ("/health", "/readyz"):

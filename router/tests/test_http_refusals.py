@@ -87,6 +87,8 @@ WRONG_COMPLETIONS = [
     ("guided-json", {"guided_json": "{"}, "guided_json", ["JSON"]),
     ("guided-json-list", {"guided_json": "[1]"}, "guided_json", ["[1]"]),
     ("guided-json-deep", {"guided_json": "[" * 4000}, "guided_json", ["nested"]),
+    ("guided-json-deep-schema", {"guided_json": '{"not": ' * 400 + "{}" + "}" * 400}, "guided_json", ["nested"]),
+    ("guided-json-true", {"guided_json": "true"}, "guided_json", ["object", "True"]),
     ("guided-regex", {"guided_regex": "(a"}, "guided_regex", ["(a"]),
     *[
         (f"cannot-compile-{value}", {"structured_outputs": {kind: value}}, f"structured_outputs.{kind}", words)

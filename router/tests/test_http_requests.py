@@ -332,3 +332,53 @@ async def test_body_may_be_as_large_as_the_limit_and_no_larger(client, excess):
     for content in (data, in_parts()):
         response = await client.post("/v1/completions", content=content)
         assert response.status_code == (413 if excess else 200)
+
+
+AT_THEIR_LIMITS = {
+    "temperature": (0, 2),
+    "top_p": (1e-6, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (1e-6, 100),
+    "seed": (-(2**63), 2**63 - 1),
+    "min_tokens": (0, 16),
+    "n": (1, 128),
+    "prompt": (["a"], ["a"] * 128),
+    "model": (None, "tiny"),
+    "stop": (["a"], ["a" * 1000] * 16),
+    "stop_token_ids": ([0], [399] * 256),
+    "logit_bias": ({"0": -100}, {"399": 100}),
+    "bad_words": (["a"], ["a" * 1000] + ["b"] * 255),
+    "logprobs": (0, 20),
+    "cache_salt": ("s", "s" * 256),
+    "guided_choice": (["a"], [f"a{number}" for number in range(1024)]),
+    "guided_json": ({}, {"type": "array", "minItems": 20_000}),
+    "sluice": (
+        {"slo_ttft_ms": 1, "slo_tpot_ms": 1, "priority": -1000},
+        {"slo_ttft_ms": 600_000, "slo_tpot_ms": 60_000, "priority": 1000},
+    ),
+}
+
+
+@pytest.mark.parametrize("field", AT_THEIR_LIMITS)
+@pytest.mark.parametrize("end", [0, 1], ids=["least", "most"])
+async def test_values_at_their_limits_are_accepted(client, field, end):
+    response = await client.post("/v1/completions", json=make_completion(**{field: AT_THEIR_LIMITS[field][end]}))
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(("ttft_ms", "tpot_ms", "priority"), [("1", "1", "-1000"), ("600000", "60000", "1000")])
+async def test_headers_at_their_limits_are_accepted(client, plane, ttft_ms, tpot_ms, priority):
+    headers = {
+        "x-sluice-slo-ttft-ms": ttft_ms,
+        "x-sluice-slo-tpot-ms": tpot_ms,
+        "x-sluice-priority": priority,
+        "x-request-id": "r" * 128,
+    }
+    response = await client.post("/v1/completions", json=make_completion(), headers=headers)
+    assert response.status_code == 200, response.text
+    (request,) = plane.admitted
+    assert (request.ttft_slo_s, request.tpot_slo_s) == (int(ttft_ms) / 1000, int(tpot_ms) / 1000)
+    assert (request.priority, request.client_request_id) == (int(priority), "r" * 128)

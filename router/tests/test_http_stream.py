@@ -102,6 +102,80 @@ def test_a_write_to_a_closed_transport_is_dropped_and_noted(connection):
     assert connection.transport.writes == [HEAD]
 
 
+def test_a_stream_tells_of_its_transport_and_closes_it(connection):
+    stream = make_stream(connection)
+    assert (stream.is_writable, stream.num_buffered_bytes, stream.is_lost, stream.keeps_connection) == (
+        True,
+        7,
+        False,
+        True,
+    )
+    connection.writing_paused = True
+    assert not stream.is_writable
+    stream.abort()
+    assert connection.transport.is_closed
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_nothing_is_written_of_nothing(connection, is_held):
+    """A chunk of no bytes would end the answer."""
+    stream = make_stream(connection)
+    if not is_held:
+        stream.release()
+    stream.write(b"")
+    stream.release()
+    stream.release()
+    assert connection.transport.writes == [HEAD]
+
+
+def test_a_connection_that_was_lost_before_the_answer_has_no_transport(connection):
+    connection.transport = None
+    stream = make_stream(connection)
+    stream.write(b"token")
+    assert (stream.num_buffered_bytes, stream.is_lost) == (0, False)
+    stream.release()
+    assert stream.is_lost
+    stream.abort()
+    stream.end(b"end")
+
+
+HEADS = [
+    # version, Connection of the request, the router drains, chunked, Connection of the answer, stays open
+    ("1.1", None, False, True, None, True),
+    ("1.1", "keep-alive", False, True, None, True),
+    ("1.1", "close", False, True, "close", False),
+    ("1.1", None, True, True, "close", False),
+    ("1.0", None, False, False, None, False),
+    ("1.0", "keep-alive", False, False, None, False),
+    ("1.0", "keep-alive", True, False, None, False),
+]
+
+
+@pytest.mark.parametrize(("version", "asked", "is_closing", "is_chunked", "said", "stays"), HEADS)
+async def test_the_head_says_how_the_stream_ends(text, version, asked, is_closing, is_chunked, said, stays):
+    api = HttpApi(FakePlane(say(text, "hello world")), text)
+    port = await api.start("127.0.0.1", 0)
+    if is_closing:
+        api.announce_close()
+    async with connect(port) as (reader, writer):
+        headers = {} if asked is None else {"Connection": asked}
+        body = {"prompt": "hi", "stream": True, "max_tokens": 1}
+        writer.write(request_bytes("/v1/completions", body, headers, version=version))
+        first, *lines = (await read_until(reader, b"\r\n\r\n")).decode().rstrip().split("\r\n")
+        found = dict(line.split(": ", 1) for line in lines)
+        assert first == f"HTTP/{version} 200 OK"
+        assert len(found) == len(lines)
+        assert (found.get("Transfer-Encoding"), found.get("Connection")) == ("chunked" if is_chunked else None, said)
+        await read_until(reader, LAST_CHUNK if is_chunked else b"data: [DONE]\n\n")
+        if stays:
+            writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await read_until(reader, b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        else:
+            async with asyncio.timeout(60):
+                assert await reader.read() == b""
+    await api.close(0)
+
+
 async def test_a_connection_serves_stream_after_stream(text):
     api = HttpApi(FakePlane(say(text, "hello world")), text)
     port = await api.start("127.0.0.1", 0)

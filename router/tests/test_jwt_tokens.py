@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import ssl
 import time
@@ -21,10 +23,12 @@ from server_harness import get, serving_ready
 from sluice.v1 import router_pb2, router_pb2_grpc
 from sluice_router.errors import KeysUnavailableError, UnauthenticatedError
 from sluice_router.observability.metrics import MAX_OWNERS, RouterMetrics
+from sluice_router.security import jwt_tokens
 from sluice_router.security.jwt_tokens import JwtVerifier
 from sluice_router.settings import JwtSettings
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
 ISSUER, AUDIENCE = "https://issuer.example.com", "llm"
@@ -178,23 +182,62 @@ async def test_keys_that_cannot_be_read_let_nobody_in_and_old_ones_stay(tmp_path
     assert verifier.find_owner(make_token()) == "alice"
 
 
-async def test_keys_come_from_the_issuer_over_https_alone(tmp_path: Path) -> None:
+async def test_the_oldest_of_the_checked_tokens_is_forgotten_first(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(jwt_tokens, "MAX_CHECKED", 2)
+    path = tmp_path / "keys.json"
+    path.write_bytes(make_key_set(one=ELLIPTIC))
+    verifier = JwtVerifier(JwtSettings(jwt_keys=path.as_uri(), jwt_issuer=ISSUER, jwt_audience=AUDIENCE))
+    await verifier.refresh()
+    for name in ("alice", "bob", "carol"):
+        assert verifier.find_owner(make_token(sub=name)) == name
+    assert [owner for owner, _ in verifier._checked.values()] == ["bob", "carol"]
+
+
+@contextlib.asynccontextmanager
+async def issuing(answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> AsyncIterator[JwtVerifier]:
+    """Somebody who asks an issuer for its keys over HTTPS."""
     server_tls, client_tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
     AUTHORITY.issue_cert("localhost").configure_cert(server_tls)
     AUTHORITY.configure_trust(client_tls)
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    await web.TCPSite(runner, "localhost", 0, ssl_context=server_tls).start()
+    url = f"https://localhost:{runner.addresses[0][1]}/keys"
+    try:
+        yield JwtVerifier(JwtSettings(jwt_keys=url, jwt_issuer=ISSUER, jwt_audience=AUDIENCE), tls=client_tls)
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+async def test_a_key_set_may_come_in_pieces_and_be_as_large_as_the_limit(monkeypatch, excess: int) -> None:
+    keys = make_key_set(one=ELLIPTIC)
+    monkeypatch.setattr(jwt_tokens, "MAX_KEY_SET_BYTES", len(keys) - excess)
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for start in range(0, len(keys), 50):
+            await response.write(keys[start : start + 50])
+            await asyncio.sleep(0.001)
+        return response
+
+    async with issuing(answer) as verifier:
+        await verifier.refresh()
+    if excess:
+        assert f"more than {len(keys) - 1} bytes" in verifier.fault
+    else:
+        assert verifier.find_owner(make_token()) == "alice"
+
+
+async def test_keys_come_from_the_issuer_over_https_alone(tmp_path: Path) -> None:
     answers = [web.Response(body=make_key_set(one=ELLIPTIC)), web.Response(status=302, headers={"Location": "/x"})]
 
     async def answer(_: web.BaseRequest) -> web.Response:
         return answers.pop(0)
 
-    runner = web.ServerRunner(web.Server(answer))
-    await runner.setup()
-    site = web.TCPSite(runner, "localhost", 0, ssl_context=server_tls)
-    await site.start()
-    url = f"https://localhost:{runner.addresses[0][1]}/keys"
-    settings = JwtSettings(jwt_keys=url, jwt_issuer=ISSUER, jwt_audience=AUDIENCE)
-    try:
-        verifier = JwtVerifier(settings, tls=client_tls)
+    async with issuing(answer) as verifier:
+        settings, client_tls = verifier._settings, verifier._tls
         await verifier.refresh()
         assert verifier.find_owner(make_token()) == "alice"
         moved = JwtVerifier(settings, tls=client_tls)
@@ -203,12 +246,10 @@ async def test_keys_come_from_the_issuer_over_https_alone(tmp_path: Path) -> Non
         stranger = JwtVerifier(settings)
         await stranger.refresh()
         assert "cannot be read" in stranger.fault
-    finally:
-        await runner.cleanup()
     with pytest.raises(ValidationError, match="jwt_keys"):
         JwtSettings(jwt_keys="http://localhost/keys", jwt_issuer=ISSUER, jwt_audience=AUDIENCE)
     with pytest.raises(ValidationError, match="--jwt-keys needs --jwt-issuer and --jwt-audience"):
-        JwtSettings(jwt_keys=url, jwt_issuer=ISSUER)
+        JwtSettings(jwt_keys=settings.jwt_keys, jwt_issuer=ISSUER)
 
 
 async def test_tokens_and_keys_open_http_and_grpc_side_by_side(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from edge_fakes import LENGTH, make_sse_response_stream
 from sluice_router.api import openai_responses
 from sluice_router.api.response_streams import AnswerProgress, GrpcResponseStream, SseResponseStream
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
+from sluice_router.errors import DeadlineError, EngineFaultError
 from sluice_router.scheduling.requests import Finish, Usage
 from sluice_router.text.output import Output, OutputSettings
 
@@ -38,6 +39,7 @@ class Pipe:
         self.response_streams = response_streams
         self.room = room
         self.events: list[bytes] = []
+        self.is_cut = False
 
     @property
     def is_writable(self) -> bool:
@@ -45,7 +47,7 @@ class Pipe:
 
     @property
     def num_buffered_bytes(self) -> int:
-        return 0
+        return 1000
 
     def write(self, data: bytes) -> None:
         if not data:
@@ -61,7 +63,7 @@ class Pipe:
         self.room = 99
 
     def abort(self) -> None:
-        raise AssertionError("nobody reads too slowly here")
+        self.is_cut = True
 
     def drain(self, room: int) -> None:
         self.room = room
@@ -136,6 +138,75 @@ async def test_choices_share_a_client_that_pauses(text, readers, room):
     for event in read_events(b"".join(pipe.events)):
         texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
     assert texts == {0: WORDS, 1: WORDS}
+
+
+async def test_an_answer_may_begin_while_its_client_is_paused(text, readers):
+    progress = AnswerProgress(1, 1)
+    response_stream = make_response_stream(text, readers, progress)
+    token_ids = text.encode_now(WORDS, add_special_tokens=False)
+    response_stream.on_token(token_ids[0], None)
+    response_stream.flush(0.0)
+    await progress.wait_first()
+    pipe = Pipe(response_stream, room=0)
+    response_stream.open(pipe, 7.0)
+    assert (len(readers), response_stream.paused_since_s) == (1, 7.0)
+    before = len(pipe.events)
+    for token_id in token_ids[1:]:
+        response_stream.on_token(token_id, None)
+        response_stream.flush(8.0)
+    assert (len(pipe.events), response_stream.paused_since_s) == (before, 7.0)
+    # The transport's bytes count with those that are kept for it.
+    assert response_stream.num_buffered_bytes > 1000
+    pipe.drain(99)
+    assert response_stream.num_buffered_bytes == 1000
+    response_stream.on_finished(FINISH)
+    assert "".join(event["choices"][0]["text"] for event in read_events(b"".join(pipe.events))) == WORDS
+
+
+async def test_who_is_paused_behind_the_end_is_no_slow_reader(text, readers):
+    response_stream = make_response_stream(text, readers, AnswerProgress(1, 1))
+    pipe = Pipe(response_stream, room=99)
+    response_stream.open(pipe, 0.0)
+    response_stream.on_finished(FINISH)
+    response_stream.on_paused(1.0)
+    assert len(readers) == 0
+    response_stream.on_drained()
+    assert read_events(b"".join(pipe.events))
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_a_slow_reader_is_cancelled_and_cut(text, readers, is_open):
+    cancelled: list[bool] = []
+    response_stream = make_sse_response_stream(text, slow_readers=readers, cancel=lambda: cancelled.append(True))
+    pipe = Pipe(response_stream, room=99)
+    if is_open:
+        response_stream.open(pipe, 0.0)
+    response_stream.shed()
+    assert (cancelled, pipe.is_cut) == ([True], is_open)
+
+
+async def test_the_first_choice_that_fails_fails_the_answer():
+    progress = AnswerProgress(3, 3)
+    progress.note_end(1, EngineFaultError("the first"))
+    assert not progress.is_over
+    progress.note_end(0, DeadlineError("the second"))
+    progress.note_end(2, FINISH)
+    assert progress.is_over
+    progress.announce()
+    progress.announce()
+    with pytest.raises(EngineFaultError, match="the first"):
+        await progress.wait_first()
+
+
+async def test_an_answer_is_over_once_though_its_client_has_gone_in_the_same_tick():
+    progress = AnswerProgress(2, 2)
+    assert not await progress.wait_news(0.0)
+    assert [progress.note_written(), progress.note_written()] == [False, True]
+    progress.conclude()
+    progress.conclude()
+    await progress.wait_over()
+    progress.announce()
+    assert await progress.wait_news(60.0)
 
 
 @pytest.mark.parametrize(("now_s", "num_shed"), [(134.9, {}), (135.1, {"paused": 1})])

@@ -112,6 +112,49 @@ async def test_lag_of_the_event_loop_is_measured(settings):
         assert "sluice_loop_lag_seconds_bucket" in (await get(server, "/metrics"))[1]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/metrics", 200),
+        ("HEAD", "/livez", 200),
+        ("GET", "/v1/models", 200),
+        ("POST", "/metrics", 404),
+        ("GET", "/none", 404),
+        ("GET", "/v1/completions", 404),
+    ],
+)
+async def test_the_port_of_probes_and_metrics_answers_questions_alone(settings, method, path, status):
+    async with running(settings) as server, aiohttp.ClientSession() as session:
+        answer = await session.request(method, f"http://127.0.0.1:{server.ports['metrics']}{path}")
+        assert answer.status == status
+
+
+async def test_garbage_is_collected_rarely_and_never_where_it_lives_since_the_start(settings):
+    """A full collection under load stops every stream for tens of milliseconds."""
+    before = gc.get_threshold()
+    gc.unfreeze()
+    gc.set_threshold(700, 10, 10)
+    try:
+        async with running(settings):
+            assert gc.get_threshold() == (1_000, 1_000, 10)
+            assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.set_threshold(*before)
+
+
+async def test_nothing_of_a_router_that_has_stopped_goes_on(settings):
+    async with running(settings) as server:
+        ports = dict(server.ports)
+    assert sorted(ports) == ["control", "grpc", "http", "metrics"]
+    for port in ports.values():
+        with pytest.raises(ConnectionError):
+            await asyncio.open_connection("127.0.0.1", port)
+    left = {task.get_name() for task in asyncio.all_tasks()}
+    assert (
+        left & {"tick", "health", "discovery", "keys and certificates", "report health", "sweep slow readers"} == set()
+    )
+
+
 async def test_grace_is_limited(settings, tmp_path):
     engine = FakeEngine(FakeCore("d0"), step_s=0.05)
     async with serving(engine), running(settings.model_copy(update={"grace_s": 0.3})) as server:

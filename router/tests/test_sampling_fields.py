@@ -16,9 +16,11 @@ from sluice_router.api import grpc_fields
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.objectives import RequestObjectives
 from sluice_router.api.openai_requests import (
+    MAX_STRUCTURE_CHARACTERS,
     VLLM_DEFAULTS,
     ChatBody,
     CompletionBody,
+    FieldError,
     SamplingFields,
     StructuredOutputs,
     check,
@@ -155,6 +157,17 @@ def test_constraint_of_an_http_body_arrives_and_is_the_grpc_calls_own(kind, valu
     sampling = sampling_pb2.SamplingParams(structured_output=message)
     fields = grpc_fields.read_fields(router_pb2.GenerateRequest(text="x", sampling=sampling))
     assert fields["structured_outputs"] == {kind: value}
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_schema_may_be_as_long_as_the_limit_and_no_longer(excess):
+    constraint = "guided_json", "json", {"title": "a" * (MAX_STRUCTURE_CHARACTERS - len('{"title": ""}') + excess)}
+    if not excess:
+        assert len(check_constraint(constraint).json_schema) == MAX_STRUCTURE_CHARACTERS
+        return
+    with pytest.raises(FieldError, match="guided_json: at most 65536 characters, not 65537") as caught:
+        check_constraint(constraint)
+    assert caught.value.field == "guided_json"
 
 
 def test_document_names_every_field():

@@ -141,6 +141,10 @@ def test_model_without_template(load):
     [
         pytest.param("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}', id="tojson-keeps-html"),
         pytest.param("{{ [1] | tojson(indent=2) }}", "[\n  1\n]", id="tojson-indent"),
+        pytest.param("{{ {'b': 1, 'a': 2} | tojson }}", '{"b": 1, "a": 2}', id="tojson-keeps-the-order"),
+        pytest.param("{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}", '{"a": 2, "b": 1}', id="tojson-sorts"),
+        pytest.param("{{ ['é'] | tojson(ensure_ascii=true) }}", '["\\u00e9"]', id="tojson-ascii"),
+        pytest.param("{{ {'a': [1, 2]} | tojson(separators=(',', ':')) }}", '{"a":[1,2]}', id="tojson-separators"),
         pytest.param(
             "{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}", "1", id="break"
         ),

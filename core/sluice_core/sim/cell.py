@@ -65,6 +65,7 @@ class SimOptions:
             normal errors.
         length_deviation_tokens: Standard deviation of those errors.
         sends_parts: The KV of a prompt that is cut goes over the link as it is computed; False: all in the end.
+        report_s: Time until a router knows the load that an engine reports, and its answer to a grant request.
 
     Raises:
         ValueError: Hashes of nothing, no time to wait, messages that are there before they are sent, or reports of

@@ -50,8 +50,9 @@ class KvOffers:
             now_s: Monotonic time.
         """
         reason = find_halt(request)
-        if request is None or reason:
+        if reason:
             return OfferAnswer(key=command.key, reason=reason)
+        assert request is not None, "it would be unknown"
         first = command.first_token // self._block_size_tokens
         # What an iteration under way computes is not there yet.
         num_blocks = max(0, request.num_computed_tokens - request.num_in_flight_tokens) // self._block_size_tokens

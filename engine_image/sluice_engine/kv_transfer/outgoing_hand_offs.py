@@ -120,8 +120,9 @@ class OutgoingHandOffs:
 def find_refusal(request: Request | None) -> str:
     """Why a request cannot be handed off: ``unknown``, ``preempted``, ``waiting``, ``prefill``; empty when it can."""
     reason = find_halt(request)
-    if request is None or reason:
+    if reason:
         return reason
+    assert request is not None, "it would be unknown"
     # Before its first token there is nothing that another engine could decode on from.
     return "prefill" if request.is_prefill_chunk or not request.num_output_tokens else ""
 

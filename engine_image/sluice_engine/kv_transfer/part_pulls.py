@@ -69,9 +69,6 @@ class PartPulls:
         grants: Holds the blocks.
         block_size_tokens: Tokens per block.
         hash_algorithm: Of vLLM's prefix cache.
-
-    Attributes:
-        num_void: Reads whose grant had ended or that failed, since the start.
     """
 
     def __init__(
@@ -84,7 +81,6 @@ class PartPulls:
         self._hasher = get_request_block_hasher(block_size_tokens, get_hash_fn_by_name(hash_algorithm))
         self._reads: dict[str, _Read] = {}
         self._num_reads = 0
-        self.num_void = 0
 
     @property
     def is_reading(self) -> bool:
@@ -194,7 +190,6 @@ class PartPulls:
     def _end_read(self, read: _Read, now_s: float, *, has_failed: bool) -> PulledPart:
         is_whole = not has_failed and now_s - read.began_s <= LONGEST_READ_S
         grant = self._grants.end_read(read.key, read.blocks, is_whole=is_whole, now_s=now_s)
-        self.num_void += grant is None or not is_whole
         if grant is None:
             # The source waits for the end of the read, whatever has become of the grant.
             return PulledPart(key=read.key, num_tokens=0, reason="lapsed")

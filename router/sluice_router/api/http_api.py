@@ -278,9 +278,6 @@ class HttpApi:
             response.headers.update(self._cors.find_headers(request.headers.get("Origin")))
             if self._answers.is_closing or not request.content.is_eof():
                 response.force_close()
-            if request.content.exception() is not None:
-                # aiohttp would read on, and log the client's fault as one of ours.
-                request.content.feed_eof()
             if REQUEST_ID_HEADER in request.headers or REQUEST_ID in request or response.status >= 400:
                 response.headers[REQUEST_ID_HEADER] = self._shown_id_of(request)
         return response

@@ -90,7 +90,7 @@ def _from_structured_outputs(body: SamplingFields) -> list[Constraint]:
 
 def _check_schema(field: str, value: str | dict[str, Any]) -> str:
     schema = _read_schema(field, value)
-    if not isinstance(schema, dict | bool):
+    if not isinstance(schema, dict):
         raise FieldError(field, f"{field}: a JSON schema is an object, not {quote(schema)}")
     text = json.dumps(schema)
     if len(text) > MAX_STRUCTURE_CHARACTERS:

@@ -159,10 +159,12 @@ class JwtVerifier:
         ):
             if answer.status != 200:
                 raise ValueError(f"status {answer.status}")
-            content = await answer.content.read(MAX_KEY_SET_BYTES + 1)
-        if len(content) > MAX_KEY_SET_BYTES:
-            raise ValueError(f"it has more than {MAX_KEY_SET_BYTES} bytes, which is the limit")
-        return content
+            content = bytearray()
+            async for part in answer.content.iter_any():
+                content += part
+                if len(content) > MAX_KEY_SET_BYTES:
+                    raise ValueError(f"it has more than {MAX_KEY_SET_BYTES} bytes, which is the limit")
+        return bytes(content)
 
 
 def read_key_set(content: bytes) -> dict[str, jwt.PyJWK]:

@@ -255,7 +255,7 @@ def _describe_decoder(tokenizer: Tokenizer) -> str:
 
 
 def _tokens_by_id(tokenizer: Tokenizer) -> list[str]:
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    vocabulary = tokenizer.get_vocab()
     tokens = [""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
         tokens[token_id] = token

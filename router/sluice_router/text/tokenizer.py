@@ -70,7 +70,7 @@ class ModelText:
         self.chat_template = chat_template
         self.defaults = defaults
         # In a byte-level vocabulary a character stands for a byte, which makes the figure too large, never too small.
-        self.max_token_characters = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self.max_token_characters = max(map(len, tokenizer.get_vocab()), default=1)
 
     @classmethod
     def load(cls, directory: Path) -> ModelText:
@@ -183,7 +183,7 @@ def _read_defaults(directory: Path, tokenizer: Tokenizer, tokenizer_config: Mapp
         max_tokens=generation.get("max_new_tokens"),
         eos_token_ids=_read_eos(config, generation, tokenizer, tokenizer_config),
         max_model_len_tokens=config.get("max_position_embeddings"),
-        vocabulary_tokens=max(config.get("vocab_size", 0), tokenizer.get_vocab_size(with_added_tokens=True)),
+        vocabulary_tokens=max(config.get("vocab_size", 0), tokenizer.get_vocab_size()),
     )
 
 

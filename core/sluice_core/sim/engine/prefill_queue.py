@@ -362,6 +362,7 @@ class PrefillQueue:
         assert not self._started
         assert not self.completing
         assert self.num_queued == self.queued_tokens == self.queued_work2 == 0
+        assert self.batch.num_new_prompts == self.batch.num_started_prefills == self.batch.num_recomputing == 0
         assert self.freed is None
 
     def _count_kind(self, kind: RequestKind, by: int) -> None:

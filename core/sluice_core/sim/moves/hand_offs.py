@@ -135,9 +135,6 @@ class SimHandOffs:
 
     Args:
         cluster: Whose engines they are between.
-
-    Attributes:
-        num_abandoned_copies: Moves that ended with a part of their KV copied in vain.
     """
 
     def __init__(self, cluster: SimCluster) -> None:
@@ -146,7 +143,6 @@ class SimHandOffs:
         self._pending_steps: dict[str, list[tuple[int, HandOffStep, SimMove]]] = {}
         self._at_boundary: SimEngine | None = None
         self._num_moves = 0
-        self.num_abandoned_copies = 0
 
     def propose(self, source: SimEngine, proposals: list[MoveProposal]) -> None:
         """Ask targets for grants, between two iterations of the source."""
@@ -411,7 +407,6 @@ class SimHandOffs:
     def _cancel(self, move: SimMove) -> None:
         """Cancel a move; the request stays where it is, or has ended there."""
         move.request.is_leaving = False
-        self.num_abandoned_copies += move.num_parts > 0
         target = move.target
         if move.is_granted and not target.is_dead:
             target.cancel_grant(move.num_blocks)
