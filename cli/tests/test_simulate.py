@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from sluice_cli.main import cli
+from sluice_cli.simulation import seed_runs
 from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_cli.simulation.cluster_spec import (
     ClusterSpec,
@@ -18,8 +19,11 @@ from sluice_cli.simulation.cluster_spec import (
     read_manifest_spec,
 )
 from sluice_cli.simulation.simulation_settings import SimulationSettings, change_settings
+from sluice_cli.simulation.trace_files import load_rows
 from sluice_core.records import EarlyRejection, Role, Slo
 from sluice_core.sim.cell import NoGrant, TtftEnd
+from sluice_core.sim.goodput import search_goodput
+from sluice_core.sim.workload import PoissonWorkload
 from sluice_operator.api.manifest import parse_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +83,26 @@ def test_the_start_of_the_search_does_not_clip_it(rate: str) -> None:
     arguments = (*CLUSTER, "--trace", TRACE, "--goodput", "--duration-s", "20", "--seeds", "1", "--jobs", "1")
     expected = simulate_json(*arguments)["goodput_rps"]
     assert simulate_json(*arguments, "--rate", rate)["goodput_rps"] == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("flags", "start_rps", "target"), [((), 2.0, 0.9), (("--rate", "3", "--target", "0.8"), 3.0, 0.8)]
+)
+def test_a_goodput_is_searched_from_the_rate_or_from_half_a_request_per_engine(
+    monkeypatch, flags, start_rps, target
+) -> None:
+    asked = []
+
+    def search(cell, workload, **arguments):
+        asked.append((len(cell.engines), len(workload.make_arrivals(1.0, 50.0)), arguments))
+        return search_goodput(cell, workload, **arguments)
+
+    monkeypatch.setattr(seed_runs, "search_goodput", search)
+    report = simulate_json(*CLUSTER, "--trace", TRACE, "--goodput", "--duration-s", "5", "--seeds", "7", *flags)
+    assert report["target"] == target
+    rows = load_rows(Path(TRACE))
+    arrivals = PoissonWorkload(rows, Slo(ttft_s=4.0, tpot_s=0.07), 7).make_arrivals(1.0, 50.0)
+    assert asked == [(4, len(arrivals), {"duration_s": 5.0, "start_rps": start_rps, "target": target})]
 
 
 HASHED_TRACE = str(ROOT / "examples" / "traces" / "mooncake-conversation.jsonl.gz")
