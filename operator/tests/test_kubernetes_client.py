@@ -11,6 +11,7 @@ from aiohttp import web
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
+from sluice_operator.kubernetes import client as client_module
 from sluice_operator.kubernetes.client import KubernetesClient
 from sluice_operator.kubernetes.interface import (
     CLUSTERS,
@@ -207,3 +208,29 @@ async def test_discovery_is_cached_for_a_while(server) -> None:
         now = 300.0
         assert await client.is_served(SERVICE_MONITORS)
     assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("is_in_pod", [True, False])
+async def test_the_api_server_is_the_pod_s_or_that_of_the_kubeconfig(monkeypatch, tmp_path, *, is_in_pod: bool) -> None:
+    token, certificate = tmp_path / "token", tmp_path / "ca.crt"
+    token.write_text("from the pod")
+    certificate.write_text("a certificate")
+    monkeypatch.setattr(client_module.incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
+    monkeypatch.setattr(client_module.incluster_config, "SERVICE_CERT_FILENAME", str(certificate))
+    for name, value in (("KUBERNETES_SERVICE_HOST", "10.0.0.1"), ("KUBERNETES_SERVICE_PORT", "443")):
+        monkeypatch.setenv(name, value) if is_in_pod else monkeypatch.delenv(name, raising=False)
+    user = {"name": "u", "user": {"token": "from the kubeconfig"}}
+    cluster = {"name": "c", "cluster": {"server": "http://127.0.0.1:9"}}
+    context = {"name": "x", "context": {"cluster": "c", "user": "u"}}
+    kubeconfig = {"current-context": "x", "users": [user], "clusters": [cluster], "contexts": [context]}
+    (tmp_path / "config").write_text(json.dumps(kubeconfig))
+    monkeypatch.setattr(client_module.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config"))
+    configuration = await client_module.load_configuration()
+    assert configuration.connection_pool_maxsize == client_module.MAX_CONNECTIONS
+    (key,) = configuration.api_key.values()
+    if is_in_pod:
+        assert (configuration.host, configuration.ssl_ca_cert) == ("https://10.0.0.1:443", str(certificate))
+        assert key.endswith("from the pod")
+    else:
+        assert configuration.host == "http://127.0.0.1:9"
+        assert key.endswith("from the kubeconfig")
