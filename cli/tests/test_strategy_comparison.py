@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,7 +14,7 @@ import pytest
 
 from sluice_cli.simulation import strategy_comparison
 from sluice_cli.simulation.plan_inputs import PlanFlags, make_inputs
-from sluice_cli.simulation.strategy_cells import StrategyCell
+from sluice_cli.simulation.strategy_cells import StrategyCell, load_cells, make_own_cell
 from sluice_cli.simulation.strategy_comparison import (
     TUNING_SEED,
     ComparisonFile,
@@ -25,13 +27,14 @@ from sluice_core.planning.search import SearchEffort
 from sluice_core.planning.trials import SearchTrial, TrialEvaluator, TrialResult, build_cell
 from sluice_core.sim.goodput import NoGoodputError
 from sluice_core.sim.workload import PoissonWorkload
+from sluice_operator.api.manifest import parse_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from sluice_core.planning.candidates import SliderCandidate
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-cpu.yaml"
 # Requests/s of two engines, as the planner has them.
 GOODPUTS_RPS = {"aggregated": 20.0, "disaggregated": 40.0, "sluice": 4.0, "ecoserve": 100.0}
 
@@ -234,3 +237,107 @@ def test_seeds_run_in_processes_where_allowed(formulas, tmp_path, monkeypatch) -
         assert started == [expected, -1]
         started.clear()
         assert formulas.pools[-2][1] == num_processes
+
+
+# Cells, and the file of figures.
+
+TABLE = {
+    "title": "a small one",
+    "model": "llama-3-8b",
+    "gpu": "a100-80g",
+    "tensor_parallel": 2,
+    "trace": "traces/mine.csv.gz",
+    "replicas": 4,
+    "ttft_ms": 2000,
+    "tpot_ms": 80,
+    "set": ["routers=2", "kv_scale=0.5"],
+}
+
+
+def write_cells(path: Path, **tables: dict[str, Any]) -> Path:
+    lines = []
+    for name, table in tables.items():
+        lines += [f"[cells.{name}]", *[f"{key} = {json.dumps(value)}" for key, value in table.items()]]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_a_cell_is_what_its_table_says(tmp_path) -> None:
+    path = write_cells(tmp_path / "cells.toml", one=TABLE, two=TABLE | {"replicas": 1}, three=TABLE)
+    one, two, _ = load_cells(path, ())
+    flags = PlanFlags(
+        model="llama-3-8b",
+        gpu="a100-80g",
+        tensor_parallels=(2,),
+        replicas=(4, 4),
+        ttft_ms=2000,
+        tpot_ms=80,
+        changes=("routers=2", "kv_scale=0.5"),
+    )
+    assert one == StrategyCell(
+        name="one", title="a small one", trace=tmp_path / "traces" / "mine.csv.gz", flags=flags, manifest=None
+    )
+    assert two == replace(one, name="two", flags=replace(flags, replicas=(1, 1)))
+    assert [cell.name for cell in load_cells(path, ("three", "one"))] == ["one", "three"]
+    assert one.describe() == {
+        "trace": "mine.csv.gz",
+        "manifest": None,
+        "flags": {
+            "model": "llama-3-8b",
+            "gpu": "a100-80g",
+            "tensor_parallels": (2,),
+            "replicas": (4, 4),
+            "ttft_ms": 2000,
+            "tpot_ms": 80,
+            "changes": ("routers=2", "kv_scale=0.5"),
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "only", "words"),
+    [
+        (None, (), "cannot be read: No such file or directory; run this in a checkout"),
+        ("cells = ", (), "is no TOML file with a table of cells"),
+        ("[others]", (), "is no TOML file with a table of cells: 'cells'"),
+        ("[cells.one]\n[cells.two]", ("two", "four", "three"), "has no cell four, three; it has one, two"),
+        ("[cells.one]", ("one",), "cell one: title (str), model (str), gpu (str), tensor_parallel (int), trace (str)"),
+        ("[cells.one]\nset = 'a'\ntitle = ''", (), "tpot_ms (int), set (list) is missing or of another type"),
+    ],
+)
+def test_a_file_without_usable_cells_is_named(tmp_path, text, only, words) -> None:
+    path = tmp_path / "cells.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(words)) as refused:
+        load_cells(path, only)
+    assert str(refused.value).startswith(str(path))
+
+
+def test_a_cell_of_ones_own_is_named_after_its_requests(tmp_path) -> None:
+    flags = PlanFlags(model="llama-3-8b", gpu="a100")
+    cell = make_own_cell(tmp_path / "mine.csv.gz", flags, None)
+    assert (cell.name, cell.title, cell.flags) == ("mine", "llama-3-8b, a100, mine.csv.gz", flags)
+    manifest = parse_manifest(EXAMPLE.read_text())
+    cell = make_own_cell(tmp_path / "mine.csv", flags, manifest)
+    assert (cell.title, cell.manifest) == ("the manifest's engines, mine.csv", manifest)
+    described = cell.describe()["manifest"]
+    assert described["replicas"] == manifest.spec.replicas
+    assert "podTemplate" not in json.dumps(described), "what has its default is left out"
+
+
+def test_figures_of_another_comparison_or_cell_are_refused(formulas, tmp_path) -> None:
+    path, cell, settings = tmp_path / "kept.json", make_cell(tmp_path), make_settings("aggregated")
+    compare([cell], settings, path)
+    for changed in (make_settings("sluice", seeds=(5,)), make_settings("sluice", scale=0.25)):
+        with pytest.raises(ValueError, match=r"was measured with --seeds 5,6 --scale 0.5; say the same"):
+            ComparisonFile(path, changed)
+    other = replace(cell, flags=replace(cell.flags, tpot_ms=81))
+    with pytest.raises(ValueError, match="figures of another cell one; name another file with --results"):
+        ComparisonFile(path, settings).load(other)
+    assert ComparisonFile(path, settings).load(replace(cell, name="two")).strategies == {}
+    content = json.loads(path.read_text())
+    for broken in ("", "[]", json.dumps({"seeds": [5, 6], "cells": {}}), json.dumps({**content, "cells": 3})):
+        path.write_text(broken)
+        with pytest.raises(ValueError, match="is no file of figures; name another one"):
+            ComparisonFile(path, settings)
