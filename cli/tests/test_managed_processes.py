@@ -15,6 +15,7 @@ from sluice_cli.local_cluster.managed_processes import (
     ManagedEngine,
     has_connected,
     is_drained,
+    is_first_start,
     is_serving,
     list_processes,
     make_control_tls,
@@ -80,6 +81,15 @@ def test_an_engine_serves_by_what_routers_say_of_its_present_process(
 ) -> None:
     assert is_serving(engine, statuses) == serves
     assert has_connected(engine, statuses) == was_connected
+
+
+@pytest.mark.parametrize(
+    ("num_starts", "pid", "is_first"), [(0, None, True), (1, 7, True), (1, None, False), (2, 7, False)]
+)
+def test_a_first_start_ends_with_the_first_process(num_starts: int, pid: int | None, *, is_first: bool) -> None:
+    engine = make_engine(pid=pid)
+    engine.process.num_starts = num_starts
+    assert is_first_start(engine) == is_first
 
 
 @pytest.mark.parametrize(
