@@ -118,6 +118,7 @@ def test_one_process_is_this_one_and_others_are_prepared(monkeypatch: pytest.Mon
     monkeypatch.setattr(worker_processes, "ProcessPoolExecutor", make)
     try:
         assert worker_processes.start_workers(0) is worker_processes.start_workers(1) is None
+        assert gc.get_threshold()[0] == GC_THRESHOLD, "this one does the work of one"
         assert worker_processes.start_workers(2, prepared.append, 5) == "a pool"
         gc.set_threshold(*threshold)
         ((number, method, begin, arguments),) = made
