@@ -109,7 +109,7 @@ def compare(cells: list[StrategyCell], settings: ComparisonSettings, path: Path)
 def test_all_strategies_serve_the_same_requests_for_the_time_that_the_first_one_says(formulas, tmp_path) -> None:
     cell = make_cell(tmp_path)
     settings = make_settings("aggregated", "disaggregated")
-    (figures,), told, notes = compare([cell], settings, tmp_path / "kept" / "figures.json")
+    (figures,), told, notes = compare([cell], settings, tmp_path / "kept" / "well" / "figures.json")
     # 1500 requests at 20 per second take 75 s, of which this is the half.
     assert figures.duration_s == pytest.approx(37.5, rel=0.05)
     assert [search.duration_s for search in formulas.searches] == [figures.duration_s] * 4

@@ -113,6 +113,31 @@ def test_a_leader_that_never_passes_does_not_move_the_others() -> None:
     assert best.goodput_rps == pytest.approx(3.0, rel=0.01)
 
 
+NEXT_RATES = {
+    "nothing is known": (0.9, {}, 7.0),
+    "it passes by far": (0.9, {1.0: 1.0}, 1.08),
+    "it passes twice: steps grow": (0.9, {1.0: 1.0, 1.08: 0.95}, 1.08 * 1.16),
+    "it passes just so": (0.9, {1.0: 0.92}, 1.04),
+    "it passes a low target by far": (0.5, {1.0: 1.0}, math.exp(0.1 / 0.45 * 0.5) * 1.02),
+    "it fails by far": (0.9, {1.0: 0.0}, math.exp(-0.1 / 0.45 * 0.9) / 1.02),
+    "it fails clearly": (0.9, {1.0: 0.8}, 1 / 1.08),
+    "it fails just so": (0.9, {1.0: 0.85}, 1 / 1.04),
+    "the line crosses between": (0.9, {1.0: 0.94, 1.2: 0.82}, 1.2 ** (1 / 3)),
+    "the line crosses near the lower": (0.9, {1.0: 0.91, 1.2: 0.5}, 1.02),
+    "the line crosses near the upper": (0.9, {1.0: 1.0, 1.2: 0.89}, 1.2 / 1.02),
+    "it is level far below": (0.9, {1.0: 0.95, 1.2: 0.5}, math.sqrt(1.2)),
+    "it is level, and near": (0.9, {1.0: 0.96, 1.12: 0.5}, 1.02),
+    "close enough": (0.9, {1.0: 0.95, 1.06: 0.85}, None),
+    "not quite": (0.9, {1.0: 0.92, 1.061: 0.88}, math.sqrt(1.061)),
+}
+
+
+@pytest.mark.parametrize(("target", "points", "rate_rps"), NEXT_RATES.values(), ids=NEXT_RATES)
+def test_the_next_rate_follows_from_what_is_known(target, points, rate_rps) -> None:
+    chosen = make_comparison(make_problem(), target)._choose_rate(AttainmentCurve(points.items()), 7.0)
+    assert chosen == (None if rate_rps is None else pytest.approx(rate_rps))
+
+
 @pytest.mark.parametrize("start_rps", [0.05, 2.0, 90.0], ids=["far below", "near", "far above"])
 def test_sharpening_finds_the_goodput_of_each_seed(start_rps) -> None:
     formula = Formula({512: 3.0})

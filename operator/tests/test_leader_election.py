@@ -100,6 +100,16 @@ async def test_a_released_lease_is_taken_at_once() -> None:
     assert await b.try_acquire_or_renew()
 
 
+async def test_a_lease_that_somebody_deleted_is_not_released() -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    elector = make_elector(kubernetes, "a", clock)
+    assert await elector.try_acquire_or_renew()
+    kubernetes.remove(LEASES, "default", "lease")
+    await elector.release()
+    assert not elector.is_leading
+    assert kubernetes.objects == {}
+
+
 async def test_a_lease_that_another_one_has_is_not_released() -> None:
     kubernetes, clock = FakeKubernetes(), Clock()
     a, b = (make_elector(kubernetes, name, clock) for name in "ab")

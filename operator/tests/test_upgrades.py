@@ -139,6 +139,32 @@ def test_an_annotated_cluster_takes_no_place() -> None:
     assert not found.places.may_upgrade(A, {"metadata": {"annotations": {"sluice.dev/upgrade": "yes"}}})
 
 
+def test_a_cluster_that_waited_and_is_annotated_waits_no_more() -> None:
+    found = Places(1)
+    assert [found.places.may_upgrade(key, BODY) for key in (A, B, C)] == [True, False, False]
+    assert found.places.may_upgrade(B, ALLOWED)
+    found.places.note_progress(A, is_rolling=False, is_whole=True)
+    assert found.enqueued == [C]
+
+
+def test_a_cluster_that_waited_and_begins_waits_no_more() -> None:
+    found = Places(1)
+    assert [found.places.may_upgrade(key, BODY) for key in (A, B, C)] == [True, False, False]
+    found.places.forget(A)
+    assert found.places.may_upgrade(B, BODY)
+    found.places.forget(B)
+    assert found.enqueued == [B, C]
+
+
+def test_a_cluster_that_waited_and_runs_the_newest_or_is_gone_waits_no_more() -> None:
+    found = Places(1)
+    assert [found.places.may_upgrade(key, BODY) for key in (A, B, C)] == [True, False, False]
+    found.places.note_progress(B, is_rolling=False, is_whole=False)
+    found.places.forget(C)
+    found.places.forget(A)
+    assert found.enqueued == []
+
+
 def test_a_new_leader_counts_upgrades_under_way_before_it_begins_others() -> None:
     found = Places(1)
     found.now = 0.0
