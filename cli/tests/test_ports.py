@@ -31,7 +31,7 @@ def allocate(folder: Path, start: int = 2, **options: Any) -> PortAllocator:
         return start
 
     rng: Any = SimpleNamespace(randrange=choose_start)
-    return PortAllocator(PORTS, directory=folder / "claims", rng=rng, **options)
+    return PortAllocator(PORTS, directory=folder / "a" / "claims", rng=rng, **options)
 
 
 def test_each_port_is_chosen_once_preferred_ones_first_from_a_start_around(tmp_path: Path, taken: Any) -> None:
@@ -51,8 +51,8 @@ def test_each_port_is_chosen_once_preferred_ones_first_from_a_start_around(tmp_p
 def test_a_claim_is_a_locked_file_that_nobody_else_may_open(tmp_path: Path) -> None:
     first, second = allocate(tmp_path), allocate(tmp_path)
     assert (first.choose(), second.choose()) == (5002, 5003)
-    assert oct((tmp_path / "claims").stat().st_mode)[-3:] == "700"
-    assert oct((tmp_path / "claims" / "5002").stat().st_mode)[-3:] == "600"
+    assert oct((tmp_path / "a" / "claims").stat().st_mode)[-3:] == "700"
+    assert oct((tmp_path / "a" / "claims" / "5002").stat().st_mode)[-3:] == "600"
     first.release(5002)
     assert second.choose() == 5002
 

@@ -21,6 +21,7 @@ from kubernetes.aio.client.configuration import Configuration
 
 from sluice_operator.__main__ import find_cause
 from sluice_operator.api.names import ClusterKey
+from sluice_operator.controller import informer as informer_module
 from sluice_operator.controller import manager
 from sluice_operator.controller.informer import Informer, find_key, make_settings
 from sluice_operator.controller.manager import STATUS_DEBOUNCE_S, Operator, StoppedError
@@ -82,6 +83,41 @@ async def test_events_are_taken_on_the_event_loop() -> None:
     for handler in handlers:
         await invoke(handler.fn, kwargs={"body": body})
     assert taken == [(ClusterKey("n", "c"), threading.current_thread())] * len(WATCHED)
+
+
+@pytest.mark.parametrize("namespaces", [(), ("a", "b")])
+async def test_the_watches_are_kopf_s_in_the_namespaces_asked_for(monkeypatch: pytest.MonkeyPatch, namespaces) -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def run(**arguments: Any) -> None:
+        asked.append(arguments)
+
+    monkeypatch.setattr(informer_module.kopf, "operator", run)
+    informer = Informer(handle_event=lambda *_: None, now=lambda: 5.0)
+    is_ready = asyncio.Event()
+    await informer.run(list(namespaces), is_ready)
+    (given,) = asked
+    registry, settings = given.pop("registry"), given.pop("settings")
+    assert given == {
+        "standalone": True,
+        "clusterwide": not namespaces,
+        "namespaces": namespaces,
+        "ready_flag": is_ready,
+    }
+    assert len(registry._watching.get_all_handlers()) == len(WATCHED)
+    assert settings.watching.label_selectors == make_settings().watching.label_selectors
+
+
+@pytest.mark.parametrize("is_in_pod", [True, False])
+def test_a_watch_logs_in_as_the_pod_or_else_by_the_kubeconfig(
+    monkeypatch: pytest.MonkeyPatch, *, is_in_pod: bool
+) -> None:
+    informer = Informer(handle_event=lambda *_: None, now=lambda: 5.0)
+    (login,) = informer._make_registry()._activities.get_all_handlers()
+    kopf = informer_module.kopf
+    monkeypatch.setattr(kopf, "login_with_service_account", lambda **given: ("pod", given) if is_in_pod else None)
+    monkeypatch.setattr(kopf, "login_with_kubeconfig", lambda **given: ("kubeconfig", given))
+    assert login.fn(logger="l") == ("pod" if is_in_pod else "kubeconfig", {"logger": "l"})
 
 
 def test_only_objects_of_ours_are_watched_and_nothing_is_written() -> None:

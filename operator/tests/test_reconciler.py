@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from cluster_harness import KEY, World
@@ -356,3 +357,45 @@ async def test_a_drain_whose_end_cannot_be_written_is_tried_again_after_a_pause(
         after_s = await world.reconcile()
         assert after_s is not None
         assert after_s >= 10.0
+
+
+@pytest.mark.parametrize("is_ending", [True, False])
+async def test_of_a_cluster_that_is_gone_nothing_is_kept(*, is_ending: bool) -> None:
+    world = World()
+    await world.settle()
+    recorded: list[tuple[Any, ...]] = []
+    world.reconciler._record_conditions = lambda *call: recorded.append(call)
+    state = world.reconciler._states[KEY]
+    ended: list[str] = []
+    state.tuner.stop = lambda: ended.append("tuner")
+    state.scaler.stop = lambda: ended.append("scaler")
+    writes = list(world.kubernetes.writes)
+    if is_ending:
+        world.kubernetes.edit(CLUSTERS, "tiny", {"metadata": {"deletionTimestamp": "now"}})
+    else:
+        world.kubernetes.remove(CLUSTERS, "default", "tiny")
+    assert world.reconciler.is_known(KEY)
+    assert await world.reconcile() is None
+    assert not world.reconciler.is_known(KEY)
+    assert recorded == [("default", "tiny", ())]
+    assert world.routers.addresses[KEY] == {}
+    assert ended == ["tuner", "scaler"]
+    assert world.kubernetes.writes == writes
+    assert await world.reconcile() is None
+    assert len(recorded) == 2
+
+
+async def test_a_cluster_made_anew_under_the_same_name_begins_anew() -> None:
+    world = World()
+    await world.settle()
+    before = world.reconciler._states[KEY]
+    world.kubernetes.remove(CLUSTERS, "default", "tiny")
+    world.kubernetes.collect_garbage()
+    world.kubernetes.put(make_cluster(replicas=2))
+    await world.reconcile()
+    after = world.reconciler._states[KEY]
+    assert after is not before
+    assert after.uid == world.kubernetes.find(CLUSTERS, "tiny")["metadata"]["uid"] != before.uid
+    assert after.first_reconcile_s == world.now
+    await world.settle()
+    assert len(world.engines) == 2
