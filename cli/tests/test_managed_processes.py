@@ -10,6 +10,7 @@ import trustme
 from certificate_files import make_files, mount_secret
 
 from sluice.v1 import control_pb2, plan_pb2
+from sluice_cli.local_cluster import managed_processes
 from sluice_cli.local_cluster.cluster_directory import ProcessRecord
 from sluice_cli.local_cluster.managed_processes import (
     ManagedEngine,
@@ -17,6 +18,7 @@ from sluice_cli.local_cluster.managed_processes import (
     is_drained,
     is_first_start,
     is_serving,
+    keep_link,
     list_processes,
     make_control_tls,
 )
@@ -168,3 +170,20 @@ def test_a_control_port_is_encrypted_where_peers_are(tmp_path: Path) -> None:
     assert (found.server_name, found.certificates.folder) == ("control", tmp_path / "peers")
     # Both sides show who they are.
     assert found.certificates.current.authorities
+
+
+@pytest.mark.parametrize("is_encrypted", [True, False])
+async def test_a_link_is_kept_and_its_certificate_up_to_date(monkeypatch: pytest.MonkeyPatch, *, is_encrypted) -> None:
+    done: list[Any] = []
+
+    async def keep_fresh(refreshes: Any) -> None:
+        done.append(refreshes)
+
+    async def run() -> None:
+        done.append("link")
+
+    monkeypatch.setattr(managed_processes, "keep_fresh", keep_fresh)
+    tls: Any = SimpleNamespace(certificates=SimpleNamespace(refresh="refresh")) if is_encrypted else None
+    link: Any = SimpleNamespace(run=run)
+    await keep_link(link, tls)
+    assert done == ["link", ["refresh"]][: 1 + is_encrypted]

@@ -7,6 +7,7 @@ from sluice_core.slo import (
     ATTAINMENT_WINDOW_S,
     AttainmentCounters,
     RequestEnd,
+    SloCounts,
     SloOutcome,
     check_slo,
     compute_tpot_s,
@@ -106,3 +107,10 @@ def test_window_keeps_everything_younger_than_it_and_nothing_much_older(gaps, en
     assert num_counted <= sum(t > now - ATTAINMENT_WINDOW_S - 5.0 for t in times)
     if times:
         assert counters.totals[""].num_finished == len(times)
+
+
+def test_counts_are_added_and_taken_from_each_other_one_by_one():
+    one = SloCounts(num_finished=10, num_met_ttft=7, num_met_tpot=5, num_met_both=3)
+    other = SloCounts(num_finished=1, num_met_ttft=2, num_met_tpot=3, num_met_both=4)
+    assert one + other == SloCounts(num_finished=11, num_met_ttft=9, num_met_tpot=8, num_met_both=7)
+    assert (one + other) - other == one

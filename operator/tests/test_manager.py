@@ -404,8 +404,9 @@ async def test_a_lost_lease_ends_the_worker_and_its_key_is_not_finished(operator
     assert operator._queue.is_processing(KEY)
 
 
+@pytest.mark.parametrize("has_certificate", [True, False])
 async def test_a_leader_shares_clock_filter_and_metrics_with_its_reconciler(
-    operator: Operator, monkeypatch: pytest.MonkeyPatch
+    operator: Operator, monkeypatch: pytest.MonkeyPatch, *, has_certificate: bool
 ) -> None:
     """What one of them learns another one acts on."""
     made: dict[str, object] = {}
@@ -425,9 +426,16 @@ async def test_a_leader_shares_clock_filter_and_metrics_with_its_reconciler(
     async def run(namespaces: object, is_watching: object) -> None:
         made.update(namespaces=namespaces, is_watching=is_watching)
         names.update(task.get_name() for task in asyncio.all_tasks())
+        await asyncio.sleep(0)
 
     operator._settings = operator._settings.model_copy(update={"workers": 3, "watch_namespaces": "a,b"})
     operator._informer.run = run
+    certificates = operator._certificates = SimpleNamespace(refresh="refresh") if has_certificate else None
+
+    async def keep_fresh(refreshes: object) -> None:
+        made.update(refreshes=refreshes)
+
+    monkeypatch.setattr(manager, "keep_fresh", keep_fresh)
     with pytest.raises(ExceptionGroup) as ended:
         await operator._elect_and_lead()
     assert isinstance(find_cause(ended.value), StoppedError)
@@ -435,10 +443,10 @@ async def test_a_leader_shares_clock_filter_and_metrics_with_its_reconciler(
     assert made["is_watching"] is operator._is_watching
     assert made["connections"] is operator._connections
     assert names >= {"renew the lease", "worker 0", "worker 1", "worker 2", "resync"}
-    assert "certificates" not in names
+    assert made.get("refreshes") == (["refresh"] if has_certificate else None)
     given = made["given"]
     assert isinstance(given, dict)
-    assert given["certificates"] is None
+    assert given["certificates"] is certificates
     operator._queue = NotedQueue()
     given["enqueue"](KEY)
     assert operator._queue.added == [(KEY, STATUS_DEBOUNCE_S)]
@@ -516,3 +524,23 @@ def test_the_conditions_of_a_cluster_are_metrics_while_they_hold() -> None:
     assert read() == kept | {("n", "b", "Ready", "True", "Serving")}
     metrics.record_conditions("n", "b", ())
     assert read() == kept
+
+
+async def test_the_program_runs_with_the_api_server_s_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    configuration, settings, made = Configuration(), OperatorSettings(), []
+
+    async def load() -> Configuration:
+        return configuration
+
+    class StandInOperator:
+        def __init__(self, *arguments: Any) -> None:
+            made.append(arguments)
+
+        async def run(self) -> None:
+            made.append("ran")
+
+    monkeypatch.setattr(manager, "load_configuration", load)
+    monkeypatch.setattr(manager, "Operator", StandInOperator)
+    await manager.run_operator(settings)
+    (given, api), ran = made
+    assert (given, api.configuration, ran) == (settings, configuration, "ran")

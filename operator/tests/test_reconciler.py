@@ -10,6 +10,7 @@ from cluster_harness import KEY, World
 from fake_kubernetes import make_cluster
 
 from sluice.v1 import control_pb2
+from sluice_operator.controller.cluster_state import DEFER_S
 from sluice_operator.controller.plan_step import DRAIN_MARGIN_S
 from sluice_operator.kubernetes.interface import (
     CLUSTERS,
@@ -399,3 +400,31 @@ async def test_a_cluster_made_anew_under_the_same_name_begins_anew() -> None:
     assert after.first_reconcile_s == world.now
     await world.settle()
     assert len(world.engines) == 2
+
+
+@pytest.mark.parametrize("seen_with", ["servingclusters", "networkpolicies"])
+async def test_an_edit_during_a_reconcile_puts_children_and_status_off_for_a_second_at_most(seen_with: str) -> None:
+    """It waits for a short reconcile only, and edits without end do not starve the status."""
+    world = World()
+    await world.settle()
+    is_edited = False
+
+    def see(_verb: str, plural: str) -> None:
+        nonlocal is_edited
+        is_edited = is_edited or plural == seen_with
+
+    world.kubernetes.before = see
+    world.reconciler._is_edited = lambda key: key == KEY and is_edited
+    world.edit(engine={"maxBatchTokens": 4096})
+    began = len(world.kubernetes.calls)
+    ends = []
+    for _ in range(6):
+        is_edited = False
+        ends.append(await world.reconcile())
+        world.now += 0.3
+    calls = world.kubernetes.calls[began:]
+    # 1.2 s after the first one the status is written all the same.
+    assert ends[:4] == [DEFER_S] * 4
+    assert ends[4] != DEFER_S
+    assert calls.count(("patch_status", "servingclusters")) == 1
+    assert (("apply", "deployments") in calls[: len(calls) // 2]) == (seen_with == "networkpolicies")
