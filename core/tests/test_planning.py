@@ -19,8 +19,8 @@ from sluice_core.planning.comparison import CandidateComparison, Fidelity
 from sluice_core.planning.planner import Goal, Planner, estimate_response_s, estimate_start_rps
 from sluice_core.planning.prediction import estimate_interval, find_bottleneck
 from sluice_core.planning.search import Search, SearchEffort
-from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
-from sluice_core.records import Slo
+from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult, build_cell
+from sluice_core.records import Role, Slo
 
 CHATS = ((10, 60), (20, 60))
 
@@ -93,6 +93,37 @@ def test_candidates_that_have_done_the_same_share_a_run() -> None:
     assert comparison.behave_alike(candidates[1], candidates[2], ONE)
     assert not comparison.behave_alike(candidates[0], candidates[1], ONE)
     assert not comparison.behave_alike(candidates[1], make_taichi(prefill_heavy_tokens=64), ONE)
+
+
+def test_candidates_behave_alike_where_all_their_runs_ended_at_the_same_moments() -> None:
+    one, other = (make_taichi(prefill_heavy_tokens=tokens) for tokens in (256, 512))
+    ends_s = {(256, 1.0): 9.0, (512, 1.0): 9.0, (256, 2.0): 8.0, (512, 2.0): 7.0}
+
+    def run(trials):
+        return [
+            TrialResult(
+                trial=trial,
+                attainment=1.0,
+                num_iterations=1,
+                end_s=ends_s[trial.candidate.prefill_heavy_tokens, trial.rate_rps],
+            )
+            for trial in trials
+        ]
+
+    comparison = CandidateComparison(run, 0.9)
+    for rate_rps, are_alike in ((1.0, True), (2.0, False)):
+        assert comparison.behave_alike(one, other, ONE) == (rate_rps > 1.0), "so far"
+        trials = [SearchTrial(candidate=each, seed=0, rate_rps=rate_rps, duration_s=10.0) for each in (one, other)]
+        comparison.run(trials)
+        assert comparison.behave_alike(one, other, ONE) == are_alike
+
+
+@pytest.mark.parametrize(("kv_scale", "kv_blocks"), [(1.0, 4001), (2.0, 8002), (0.5, 2000), (1e-9, 1)])
+def test_a_cell_has_its_share_of_the_kv_blocks(kv_scale, kv_blocks) -> None:
+    cell = build_cell(make_problem(kv_blocks=4001), make_taichi(), 3, kv_scale)
+    assert {engine.kv_blocks_total for engine in cell.engines} == {kv_blocks}
+    assert cell.seed == 3
+    assert [engine.role for engine in cell.engines].count(Role.PREFILL_HEAVY) == make_taichi().num_prefill_heavy
 
 
 def test_where_to_begin_is_found_by_one_candidate() -> None:
