@@ -6,13 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import trustme
+from certificate_files import make_files, mount_secret
 from click.testing import CliRunner
 
 from sluice.v1 import control_pb2, plan_pb2
+from sluice_cli.local_cluster import status_reader
 from sluice_cli.local_cluster.cluster_directory import (
     AlreadyRunningError,
     ClusterDirectory,
@@ -135,6 +139,37 @@ async def test_a_cluster_whose_launcher_has_ended_is_stopped_and_has_no_processe
     directory._write("launcher.json", {**facts, "started": facts["started"] - 60})
     status = await read_cluster_status(directory)
     assert (status.phase, status.engines, status.autotune, status.manifest) == ("stopped", (), None, "m.yaml")
+
+
+@pytest.mark.parametrize("peer", ["none", "ours", "unreadable"])
+async def test_a_router_is_asked_as_its_control_port_is_secured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peer: str
+) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    async def fetch(address: str, tls: Any = None) -> control_pb2.GetStatusResponse:
+        asked.append((address, tls))
+        return control_pb2.GetStatusResponse(router_id="r", is_ready=True)
+
+    monkeypatch.setattr(status_reader, "fetch_status", fetch)
+    folder = tmp_path / "peers"
+    if peer == "ours":
+        mount_secret(folder, make_files(trustme.CA(), "control"))
+    directory = make_running("a", tmp_path)
+    router = record("router-0", os.getpid(), num_starts=1)
+    secured = {} if peer == "none" else {"peer_tls": str(folder), "peer_name": "control"}
+    ports = {"http": 1, "grpc": 2, "control": 4321, "metrics": 4}
+    directory.write_processes([replace(router, kind="router", ports=ports, **secured)])
+    status = await read_cluster_status(directory)
+    assert len(status.routers) == 1, "it is shown all the same"
+    if peer == "unreadable":
+        assert asked == []
+        return
+    ((address, tls),) = asked
+    assert address == "127.0.0.1:4321"
+    assert (tls is not None) == (peer == "ours")
+    if tls is not None:
+        assert (tls.server_name, tls.certificates.folder) == ("control", folder)
 
 
 def test_a_cluster_in_the_background_serves_when_its_own_launcher_says_so(tmp_path: Path) -> None:

@@ -232,6 +232,25 @@ async def test_a_refused_edit_is_said_once_and_a_missing_file_is_waited_for(tmp_
     task.cancel()
 
 
+async def test_fields_that_only_pods_follow_are_said_at_the_start_and_in_edits(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    content = yaml.safe_load(EXAMPLE.read_text())
+    content["spec"]["rollout"] = {"maxSurge": 1}
+    path.write_text(yaml.safe_dump(content))
+    followed = Followed(path)
+    task = asyncio.create_task(
+        follow_manifest(followed.path, path.read_text(), followed, lambda _: [], followed.lines.append)  # type: ignore[arg-type]
+    )
+    await followed.wait_for_reads(1)
+    ignored = "(ignored: local engines restart one at a time)"
+    assert followed.lines == [f"m.yaml: spec.rollout.maxSurge {ignored}"]
+    content["spec"]["rollout"] = {"maxSurge": 2}
+    path.write_text(yaml.safe_dump(content))
+    await followed.wait_for_reads()
+    assert followed.lines[1:] == [f"m.yaml: spec.rollout.maxSurge 1 -> 2 {ignored}"]
+    task.cancel()
+
+
 def test_what_this_machine_cannot_do_is_refused_and_nothing_is_applied(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     path.write_text(EXAMPLE.read_text())

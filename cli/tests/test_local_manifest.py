@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -118,3 +119,11 @@ def test_secrets_that_are_not_here_or_of_no_use_are_refused_by_field(home: Path)
             f"{folder / 'peers'}: the certificate is not for {PEERS[1]}; pass --secret peers=DIR if it lies elsewhere"
         ),
     }
+
+
+def test_a_model_of_the_hub_is_not_looked_for_on_this_machine(tmp_path: Path) -> None:
+    manifest = SimpleNamespace(
+        spec=SimpleNamespace(model=SimpleNamespace(source=SimpleNamespace(persistent_volume_claim=None)))
+    )
+    with pytest.raises(AssertionError, match="only models on volumes"):
+        find_model(manifest, tmp_path, {})  # type: ignore[arg-type]

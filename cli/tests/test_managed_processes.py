@@ -10,12 +10,15 @@ import trustme
 from certificate_files import make_files, mount_secret
 
 from sluice.v1 import control_pb2, plan_pb2
+from sluice_cli.local_cluster import managed_processes
 from sluice_cli.local_cluster.cluster_directory import ProcessRecord
 from sluice_cli.local_cluster.managed_processes import (
     ManagedEngine,
     has_connected,
     is_drained,
+    is_first_start,
     is_serving,
+    keep_link,
     list_processes,
     make_control_tls,
 )
@@ -80,6 +83,15 @@ def test_an_engine_serves_by_what_routers_say_of_its_present_process(
 ) -> None:
     assert is_serving(engine, statuses) == serves
     assert has_connected(engine, statuses) == was_connected
+
+
+@pytest.mark.parametrize(
+    ("num_starts", "pid", "is_first"), [(0, None, True), (1, 7, True), (1, None, False), (2, 7, False)]
+)
+def test_a_first_start_ends_with_the_first_process(num_starts: int, pid: int | None, *, is_first: bool) -> None:
+    engine = make_engine(pid=pid)
+    engine.process.num_starts = num_starts
+    assert is_first_start(engine) == is_first
 
 
 @pytest.mark.parametrize(
@@ -158,3 +170,20 @@ def test_a_control_port_is_encrypted_where_peers_are(tmp_path: Path) -> None:
     assert (found.server_name, found.certificates.folder) == ("control", tmp_path / "peers")
     # Both sides show who they are.
     assert found.certificates.current.authorities
+
+
+@pytest.mark.parametrize("is_encrypted", [True, False])
+async def test_a_link_is_kept_and_its_certificate_up_to_date(monkeypatch: pytest.MonkeyPatch, *, is_encrypted) -> None:
+    done: list[Any] = []
+
+    async def keep_fresh(refreshes: Any) -> None:
+        done.append(refreshes)
+
+    async def run() -> None:
+        done.append("link")
+
+    monkeypatch.setattr(managed_processes, "keep_fresh", keep_fresh)
+    tls: Any = SimpleNamespace(certificates=SimpleNamespace(refresh="refresh")) if is_encrypted else None
+    link: Any = SimpleNamespace(run=run)
+    await keep_link(link, tls)
+    assert done == ["link", ["refresh"]][: 1 + is_encrypted]

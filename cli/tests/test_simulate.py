@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from sluice_cli.main import cli
+from sluice_cli.simulation import seed_runs
 from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_cli.simulation.cluster_spec import (
     ClusterSpec,
@@ -18,8 +19,12 @@ from sluice_cli.simulation.cluster_spec import (
     read_manifest_spec,
 )
 from sluice_cli.simulation.simulation_settings import SimulationSettings, change_settings
+from sluice_cli.simulation.trace_files import load_rows, read_trace
 from sluice_core.records import EarlyRejection, Role, Slo
 from sluice_core.sim.cell import NoGrant, TtftEnd
+from sluice_core.sim.goodput import search_goodput
+from sluice_core.sim.traces import TraceError
+from sluice_core.sim.workload import PoissonWorkload
 from sluice_operator.api.manifest import parse_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +84,26 @@ def test_the_start_of_the_search_does_not_clip_it(rate: str) -> None:
     arguments = (*CLUSTER, "--trace", TRACE, "--goodput", "--duration-s", "20", "--seeds", "1", "--jobs", "1")
     expected = simulate_json(*arguments)["goodput_rps"]
     assert simulate_json(*arguments, "--rate", rate)["goodput_rps"] == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("flags", "start_rps", "target"), [((), 2.0, 0.9), (("--rate", "3", "--target", "0.8"), 3.0, 0.8)]
+)
+def test_a_goodput_is_searched_from_the_rate_or_from_half_a_request_per_engine(
+    monkeypatch, flags, start_rps, target
+) -> None:
+    asked = []
+
+    def search(cell, workload, **arguments):
+        asked.append((len(cell.engines), len(workload.make_arrivals(1.0, 50.0)), arguments))
+        return search_goodput(cell, workload, **arguments)
+
+    monkeypatch.setattr(seed_runs, "search_goodput", search)
+    report = simulate_json(*CLUSTER, "--trace", TRACE, "--goodput", "--duration-s", "5", "--seeds", "7", *flags)
+    assert report["target"] == target
+    rows = load_rows(Path(TRACE))
+    arrivals = PoissonWorkload(rows, Slo(ttft_s=4.0, tpot_s=0.07), 7).make_arrivals(1.0, 50.0)
+    assert asked == [(4, len(arrivals), {"duration_s": 5.0, "start_rps": start_rps, "target": target})]
 
 
 HASHED_TRACE = str(ROOT / "examples" / "traces" / "mooncake-conversation.jsonl.gz")
@@ -251,3 +276,32 @@ def test_settings_reach_the_cluster() -> None:
     assert cluster.parameters.min_tokens_between_moves == 3
     assert [router.latency_factor for router in cluster.routers] == [1.15] * 3
     assert cluster.options.report_s == 0.05
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("link_shared=maybe", "on or off is needed"),
+        ("max_num_seqs=0", "is allowed"),
+        ("routers=1.5", "invalid literal"),
+        ("kv_scale=0", "is allowed"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(change: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        change_settings(SimulationSettings(), [change])
+    assert change.partition("=")[0] in str(refused.value)
+
+
+def test_a_switch_has_six_words_in_any_case() -> None:
+    for text, is_on in {"on": True, "True": True, "YES": True, "off": False, "False": False, "no": False}.items():
+        assert change_settings(SimulationSettings(), [f"link_shared={text}"]).link_shared is is_on
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"\x1f\x8b broken"])
+def test_a_file_that_is_no_text_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / ("mine.csv.gz" if content and content[0] == 0x1F else "mine.csv")
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(TraceError, match=f"{path} cannot be read: "):
+        read_trace(path)

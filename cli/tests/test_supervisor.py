@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from sluice_cli.processes.child_processes import LaunchSpec
-from sluice_cli.processes.supervisor import LONGEST_BACKOFF_S, SupervisedProcess, backoff_s, describe_exit
+from sluice_cli.processes.supervisor import (
+    LONGEST_BACKOFF_S,
+    MAX_LAST_WORDS_BYTES,
+    SupervisedProcess,
+    backoff_s,
+    describe_exit,
+    read_last_words,
+)
 
 
 class FakeChild:
@@ -192,3 +199,12 @@ def test_backoff_doubles_up_to_a_limit() -> None:
 )
 def test_ends_are_described(code: int, words: str) -> None:
     assert describe_exit(code) == words
+
+
+def test_last_words_are_of_the_end_of_the_log_and_of_no_log_there_are_none(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert read_last_words(log) == ""
+    log.write_text("sluice_engine: no such model\n" + "x" * MAX_LAST_WORDS_BYTES)
+    assert read_last_words(log) == ""
+    log.write_text("sluice_engine: first\nsluice_engine: no such model\nsaid sluice_engine: by another\n")
+    assert read_last_words(log) == "no such model"

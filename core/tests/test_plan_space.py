@@ -102,6 +102,18 @@ def test_aggregation_has_one_slider_and_disaggregation_another() -> None:
     assert not list_parameter_neighbours(space, aggregated)
 
 
+@pytest.mark.parametrize("strategy", ["disaggregated", "dynaserve", "ecoserve", "sluice"])
+def test_no_step_is_taken_on_a_slider_that_a_strategy_lacks(strategy) -> None:
+    """A plan in force may have other chunk sizes than the search would give it."""
+    space = make_space(decode_heavy_tokens=(0, 64, 128))
+    in_force = replace(
+        space.make_candidate(strategy, 4, 1, num_prefill_heavy=2), prefill_heavy_tokens=1024, decode_heavy_tokens=64
+    )
+    assert not list_neighbours(space, in_force)
+    assert not list_smaller(space, in_force, of_prefill_heavy=True)
+    assert not list_smaller(space, in_force, of_prefill_heavy=False)
+
+
 def test_smaller_chunks_are_listed_as_far_as_the_bounds() -> None:
     space = make_space(decode_heavy_tokens=(0, 64, 128))
     candidate = make_taichi(prefill_heavy_tokens=1024)

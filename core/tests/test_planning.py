@@ -19,8 +19,8 @@ from sluice_core.planning.slider_space import (
     SearchSpace,
     SliderCandidate,
 )
-from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
-from sluice_core.records import Slo
+from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult, build_cell
+from sluice_core.records import Role, Slo
 
 CHATS = ((10, 60), (20, 60))
 
@@ -95,6 +95,37 @@ def test_candidates_that_have_done_the_same_share_a_run() -> None:
     assert not comparison.behave_alike(candidates[1], make_taichi(prefill_heavy_tokens=64), ONE)
 
 
+def test_candidates_behave_alike_where_all_their_runs_ended_at_the_same_moments() -> None:
+    one, other = (make_taichi(prefill_heavy_tokens=tokens) for tokens in (256, 512))
+    ends_s = {(256, 1.0): 9.0, (512, 1.0): 9.0, (256, 2.0): 8.0, (512, 2.0): 7.0}
+
+    def run(trials):
+        return [
+            TrialResult(
+                trial=trial,
+                attainment=1.0,
+                num_iterations=1,
+                end_s=ends_s[trial.candidate.prefill_heavy_tokens, trial.rate_rps],
+            )
+            for trial in trials
+        ]
+
+    comparison = CandidateComparison(run, 0.9)
+    for rate_rps, are_alike in ((1.0, True), (2.0, False)):
+        assert comparison.behave_alike(one, other, ONE) == (rate_rps > 1.0), "so far"
+        trials = [SearchTrial(candidate=each, seed=0, rate_rps=rate_rps, duration_s=10.0) for each in (one, other)]
+        comparison.run(trials)
+        assert comparison.behave_alike(one, other, ONE) == are_alike
+
+
+@pytest.mark.parametrize(("kv_scale", "kv_blocks"), [(1.0, 4001), (2.0, 8002), (0.5, 2000), (1e-9, 1)])
+def test_a_cell_has_its_share_of_the_kv_blocks(kv_scale, kv_blocks) -> None:
+    cell = build_cell(make_problem(kv_blocks=4001), make_taichi(), 3, kv_scale)
+    assert {engine.kv_blocks_total for engine in cell.engines} == {kv_blocks}
+    assert cell.seed == 3
+    assert [engine.role for engine in cell.engines].count(Role.PREFILL_HEAVY) == make_taichi().num_prefill_heavy
+
+
 def test_where_to_begin_is_found_by_one_candidate() -> None:
     formula = Formula({512: 3.0})
     assert 2.8 < CandidateComparison(formula.run, 0.9).locate_goodput(make_taichi(), ONE, 6.0) <= 3.0
@@ -111,6 +142,31 @@ def test_a_leader_that_never_passes_does_not_move_the_others() -> None:
     )
     assert (best.candidate, worst.candidate) == (other, leader)
     assert best.goodput_rps == pytest.approx(3.0, rel=0.01)
+
+
+NEXT_RATES = {
+    "nothing is known": (0.9, {}, 7.0),
+    "it passes by far": (0.9, {1.0: 1.0}, 1.08),
+    "it passes twice: steps grow": (0.9, {1.0: 1.0, 1.08: 0.95}, 1.08 * 1.16),
+    "it passes just so": (0.9, {1.0: 0.92}, 1.04),
+    "it passes a low target by far": (0.5, {1.0: 1.0}, math.exp(0.1 / 0.45 * 0.5) * 1.02),
+    "it fails by far": (0.9, {1.0: 0.0}, math.exp(-0.1 / 0.45 * 0.9) / 1.02),
+    "it fails clearly": (0.9, {1.0: 0.8}, 1 / 1.08),
+    "it fails just so": (0.9, {1.0: 0.85}, 1 / 1.04),
+    "the line crosses between": (0.9, {1.0: 0.94, 1.2: 0.82}, 1.2 ** (1 / 3)),
+    "the line crosses near the lower": (0.9, {1.0: 0.91, 1.2: 0.5}, 1.02),
+    "the line crosses near the upper": (0.9, {1.0: 1.0, 1.2: 0.89}, 1.2 / 1.02),
+    "it is level far below": (0.9, {1.0: 0.95, 1.2: 0.5}, math.sqrt(1.2)),
+    "it is level, and near": (0.9, {1.0: 0.96, 1.12: 0.5}, 1.02),
+    "close enough": (0.9, {1.0: 0.95, 1.06: 0.85}, None),
+    "not quite": (0.9, {1.0: 0.92, 1.061: 0.88}, math.sqrt(1.061)),
+}
+
+
+@pytest.mark.parametrize(("target", "points", "rate_rps"), NEXT_RATES.values(), ids=NEXT_RATES)
+def test_the_next_rate_follows_from_what_is_known(target, points, rate_rps) -> None:
+    chosen = make_comparison(make_problem(), target)._choose_rate(AttainmentCurve(points.items()), 7.0)
+    assert chosen == (None if rate_rps is None else pytest.approx(rate_rps))
 
 
 @pytest.mark.parametrize("start_rps", [0.05, 2.0, 90.0], ids=["far below", "near", "far above"])

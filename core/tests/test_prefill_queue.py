@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from test_simulation import SLO, make_engines
 
-from sluice_core.records import FlowParameters
+from sluice_core.records import StrategyParameters
 from sluice_core.scheduling.batching import RECOMPUTE_TOKENS, PrefillSelector, RequestKind
 from sluice_core.sim.cell import Arrival
 from sluice_core.sim.engine.prefill_queue import PrefillQueue
@@ -15,7 +15,7 @@ from sluice_core.strategies import get_strategy
 
 BLOCK = 16
 (SETUP,) = make_engines(((1, 2048),))
-TAICHI = get_strategy("taichi").make_engine(FlowParameters())
+TAICHI = get_strategy("taichi").make_engine(StrategyParameters())
 
 
 def make_request(index, prompt_tokens=100, at_s=0.0):
@@ -76,7 +76,7 @@ class PlayedSelector(PrefillSelector):
 def test_an_iteration_counts_for_its_share_and_is_overtaken_by_another_prompt_alone(share, is_computed):
     selector = PlayedSelector()
     setup = replace(SETUP, operators_per_iteration=40)
-    policy = get_strategy("flowprefill").make_engine(FlowParameters(batch_token_budget=4000))
+    policy = get_strategy("flowprefill").make_engine(StrategyParameters(batch_token_budget=4000))
     queue = SelectedPrefills(setup, policy, selector)
     first, second, urgent = make_request(0), make_request(1, prompt_tokens=30), make_request(2)
     for request in (first, second):

@@ -5,9 +5,12 @@ from hypothesis import strategies as st
 from sluice_core.records import Slo
 from sluice_core.slo import (
     ATTAINMENT_WINDOW_S,
+    NO_REQUESTS,
     AttainmentCounters,
     RequestEnd,
+    SloCounts,
     SloOutcome,
+    SloWindow,
     check_slo,
     compute_tpot_s,
 )
@@ -106,3 +109,20 @@ def test_window_keeps_everything_younger_than_it_and_nothing_much_older(gaps, en
     assert num_counted <= sum(t > now - ATTAINMENT_WINDOW_S - 5.0 for t in times)
     if times:
         assert counters.totals[""].num_finished == len(times)
+
+
+def test_counts_are_added_and_taken_from_each_other_one_by_one():
+    one = SloCounts(num_finished=10, num_met_ttft=7, num_met_tpot=5, num_met_both=3)
+    other = SloCounts(num_finished=1, num_met_ttft=2, num_met_tpot=3, num_met_both=4)
+    assert one + other == SloCounts(num_finished=11, num_met_ttft=9, num_met_tpot=8, num_met_both=7)
+    assert (one + other) - other == one
+
+
+def test_five_seconds_share_a_step_and_a_step_leaves_with_its_last_request():
+    window, one = SloWindow(20.0), SloCounts(num_finished=1)
+    for now in (0.0, 4.9, 5.0, 9.9, 10.0):
+        window.add(now, "gold", one)
+    left = [window.sum_by_class(now).get("gold", NO_REQUESTS).num_finished for now in (20.0, 24.9, 25.0, 29.9, 30.1)]
+    assert left == [5, 5, 3, 3, 0]
+    window.add(30.2, "", one)
+    assert window.sum_by_class(30.2) == {"": one}

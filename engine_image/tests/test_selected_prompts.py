@@ -10,7 +10,7 @@ from test_request_tracker import add
 
 from sluice_core.kv import KvBlocks
 from sluice_core.latency import OnlineLatencyModel
-from sluice_core.records import FlowParameters, IterationShape
+from sluice_core.records import IterationShape, StrategyParameters
 from sluice_core.scheduling.batching import PrefillSelector, RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY
 from sluice_engine.core_messages import IterationReport
@@ -80,7 +80,7 @@ class Table:
     """Prompts of an engine: each waits, or has started, as a test says."""
 
     def __init__(self, *, waiting: Sequence[str] = "", started: Sequence[str] = "", selects: bool = True) -> None:
-        self.tracker = RequestTracker(DEFAULT_STRATEGY.make_engine(FlowParameters()))
+        self.tracker = RequestTracker(DEFAULT_STRATEGY.make_engine(StrategyParameters()))
         self.free_blocks = 4
         usage: Any = SimpleNamespace(measure=lambda: KvBlocks(total=self.free_blocks, used=0))
         self.selection = PrefillSelection(self.tracker, usage)
@@ -100,7 +100,7 @@ class Table:
                 selector.latency = latency
             return selector
 
-        policy = DEFAULT_STRATEGY.make_engine(FlowParameters())
+        policy = DEFAULT_STRATEGY.make_engine(StrategyParameters())
         self.selection.adopt(SimpleNamespace(make_selector=make, order_key=policy.order_key))  # type: ignore[arg-type]
 
     def renew(self, *selected: str, has_seat: bool = True) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import resource
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,6 +20,7 @@ from sluice_operator.autotune.search import (
     make_effort,
     make_problem,
 )
+from sluice_operator.autotune.search_messages import SearchResult
 
 if TYPE_CHECKING:
     from sluice_core.planning.trials import SearchTrial
@@ -117,3 +120,47 @@ def test_what_counts_as_something_is_one_request(formula) -> None:
     short = searching.search(ask(), replace(effort, most_duration_s=21.0))
     assert short.goodput_rps == pytest.approx(0.05, rel=0.05)
     assert (short.in_force_goodput_rps, short.gain) == (0.0, math.inf)
+
+
+# The program around it.
+
+
+class Limits:
+    """What the program asks of its process: noted, since this process goes on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+        self.asked: list[tuple[object, ...]] = []
+        monkeypatch.setattr(searching.os, "nice", lambda number: self.asked.append(("nice", number)))
+        monkeypatch.setattr(searching.resource, "setrlimit", lambda *limit: self.asked.append(limit))
+        monkeypatch.setattr(searching.gc, "set_threshold", lambda *limit: None)
+        monkeypatch.setattr(searching.sys, "stdin", io.StringIO(text))
+
+
+def test_the_program_answers_a_request_at_low_priority_and_within_limits(formula, monkeypatch, capsys) -> None:
+    request = ask()
+    limits = Limits(monkeypatch, request.to_json())
+    searching.main()
+    assert SearchResult.from_json(capsys.readouterr().out) == searching.search(request)
+    assert limits.asked == [
+        ("nice", searching.NICENESS),
+        (resource.RLIMIT_CPU, (searching.MAX_CPU_S, searching.MAX_CPU_S)),
+        (resource.RLIMIT_DATA, (searching.MAX_MEMORY_BYTES, searching.MAX_MEMORY_BYTES)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("no chunk size fits"), "no chunk size fits"),
+        (MemoryError(), "it needs more than 384 MiB; narrow autotune.bounds"),
+    ],
+)
+def test_the_program_ends_with_words_for_what_it_cannot_do(monkeypatch, error, words) -> None:
+    def fail(text: str) -> str:
+        assert text == "a request"
+        raise error
+
+    Limits(monkeypatch, "a request")
+    with pytest.raises(SystemExit) as ended:
+        searching.serve_request(fail)
+    assert ended.value.code == words

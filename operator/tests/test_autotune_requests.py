@@ -136,9 +136,17 @@ def test_means_have_their_errors() -> None:
     ],
 )
 def test_means_differ_beyond_a_ratio_and_chance(ratio, errors, differs) -> None:
-    one, other = MeanEstimate(mean=100.0 * ratio, error=errors[0]), MeanEstimate(mean=100.0, error=errors[1])
-    assert one.differs(other) is differs
-    assert other.differs(one) is differs
+    for mean in (100.0, 0.01):
+        one, other = MeanEstimate(mean=mean * ratio, error=errors[0]), MeanEstimate(mean=mean, error=errors[1])
+        assert one.differs(other) is differs
+        assert other.differs(one) is differs
+
+
+def test_nothing_differs_from_something_and_not_from_nothing() -> None:
+    nothing, something = MeanEstimate(mean=0.0, error=9.0), MeanEstimate(mean=1e-6, error=9.0)
+    assert nothing.differs(something)
+    assert something.differs(nothing)
+    assert not nothing.differs(nothing)
 
 
 def test_a_sample_is_small_beside_one_that_grew_so_many_times() -> None:

@@ -106,3 +106,16 @@ def test_a_kept_template_that_somebody_has_been_at_is_rendered_anew(text) -> Non
     damaged = copy.deepcopy(live)
     damaged["metadata"]["annotations"][names.TEMPLATE_ANNOTATION] = text
     assert keep_pod_template(live, damaged)["spec"]["template"] == live["spec"]["template"]
+
+
+def test_what_is_kept_of_a_template_does_not_depend_on_the_order_of_its_fields() -> None:
+    """Another order of the same fields writes nothing."""
+
+    def reverse(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(reverse, value))
+        return {name: reverse(value[name]) for name in reversed(value)} if isinstance(value, dict) else value
+
+    deployment = {"metadata": {}, "spec": {"template": engine_template()}}
+    kept = keep_pod_template(deployment, None)["metadata"]["annotations"]
+    assert keep_pod_template(reverse(deployment), None)["metadata"]["annotations"] == kept

@@ -27,6 +27,8 @@ from sluice_core.slo import SloCounts
 from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders
+from sluice_operator.autoscaling.scaler import ScaleStatus, apply_replicas
+from sluice_operator.autoscaling.stored_scale import StoredScale
 from sluice_operator.autotune.decision import AutotuneStatus
 from sluice_operator.autotune.search_messages import SearchResult
 from sluice_operator.controller.conditions import is_warning, list_transitions
@@ -41,7 +43,9 @@ from sluice_operator.resources.rollout_state import RolloutState
 from sluice_operator.routers.engine_reports import has_acknowledged, merge_reports, needs_reconcile
 
 RECORDED = Path(__file__).with_name("drawn_statuses.yaml")
-NUMBERS = range(90)
+NUMBERS = range(150)
+# From here on, one trouble at most; autoscaling, refused specs and paused rolls, which are rare among the others.
+FIRST_CALM = 90
 STATES = (
     control_pb2.ENGINE_STATE_READY,
     control_pb2.ENGINE_STATE_READY,
@@ -198,7 +202,45 @@ def draw(number: int) -> StatusInputs:
         switching=maybe(rng, 0.15, "the routers switch once 2 engines serve", ""),
         waiting_upgrade=maybe(rng, 0.3, "engine image x waits", ""),
     )
+    if number >= FIRST_CALM:
+        return vary(rng, calm(found))
     return calm(found) if number % 3 == 0 else found
+
+
+def vary(rng: random.Random, inputs: StatusInputs) -> StatusInputs:
+    """The same where autoscaling says how many engines there are, before the first plan, or with a refused spec."""
+    assert inputs.cluster is not None
+    cluster, body, engines = inputs.cluster, inputs.body, inputs.engines
+    mode = rng.choice(("Disabled", "Recommend", "Apply"))
+    body = {**body, "spec": {**body["spec"], **maybe(rng, 0.8, {"autoscaling": {"mode": mode}}, {})}}
+    wanted = StoredScale(basis=2, replicas=rng.randrange(4), reason="1.00 requests/s arrive")
+    old = {"replicas": rng.randrange(4), "reason": "as it was", "time": "then"}
+    if "status" in body and rng.random() < 0.6:
+        recommended = {"replicas": rng.choice((2, 3)), "prefillHeavy": 1, "time": "then"}
+        body["status"] = {**body["status"], "autoscaling": old, "recommended": recommended}
+    if rng.random() < 0.35:
+        cluster = apply_replicas(cluster, 0)
+        engines = engines[: rng.choice((0, 0, 1))]
+    is_refused = rng.random() < 0.25
+    reason = rng.choice((Reason.SIZED, Reason.IDLE, Reason.AT_MAXIMUM))
+    status = ScaleStatus(is_true=reason is not Reason.AT_MAXIMUM, reason=reason, message="so many engines are wanted")
+    rolling = {"engine": deployment(updatedReplicas=1), "router": deployment()}
+    return replace(
+        inputs,
+        body=body,
+        cluster=None if is_refused and rng.random() < 0.7 else cluster,
+        refusal=Failure(reason=Reason.REFUSED, message="spec.replicas: -1 is too few") if is_refused else None,
+        engines=engines,
+        routers=inputs.routers if rng.random() < 0.85 else (),
+        plan=maybe(rng, 0.6, inputs.plan, None),
+        autotune=None if is_refused else inputs.autotune,
+        autoscale=None if is_refused or rng.random() < 0.3 else status,
+        wanted=maybe(rng, 0.7, wanted, None),
+        deployments=maybe(rng, 0.3, rolling, {"engine": deployment(), "router": deployment()}),
+        refusals={},
+        waiting_upgrade=maybe(rng, 0.2, "engine image x waits", ""),
+        switching="",
+    )
 
 
 def calm(inputs: StatusInputs) -> StatusInputs:

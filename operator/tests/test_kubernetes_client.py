@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from aiohttp import web
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
+from sluice_operator.kubernetes import client as client_module
 from sluice_operator.kubernetes.client import KubernetesClient
 from sluice_operator.kubernetes.interface import (
     CLUSTERS,
@@ -207,3 +209,75 @@ async def test_discovery_is_cached_for_a_while(server) -> None:
         now = 300.0
         assert await client.is_served(SERVICE_MONITORS)
     assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("is_in_pod", [True, False])
+async def test_the_api_server_is_the_pod_s_or_that_of_the_kubeconfig(monkeypatch, tmp_path, *, is_in_pod: bool) -> None:
+    token, certificate = tmp_path / "token", tmp_path / "ca.crt"
+    token.write_text("from the pod")
+    certificate.write_text("a certificate")
+    monkeypatch.setattr(client_module.incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
+    monkeypatch.setattr(client_module.incluster_config, "SERVICE_CERT_FILENAME", str(certificate))
+    for name, value in (("KUBERNETES_SERVICE_HOST", "10.0.0.1"), ("KUBERNETES_SERVICE_PORT", "443")):
+        monkeypatch.setenv(name, value) if is_in_pod else monkeypatch.delenv(name, raising=False)
+    user = {"name": "u", "user": {"token": "from the kubeconfig"}}
+    cluster = {"name": "c", "cluster": {"server": "http://127.0.0.1:9"}}
+    context = {"name": "x", "context": {"cluster": "c", "user": "u"}}
+    kubeconfig = {"current-context": "x", "users": [user], "clusters": [cluster], "contexts": [context]}
+    (tmp_path / "config").write_text(json.dumps(kubeconfig))
+    monkeypatch.setattr(client_module.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config"))
+    configuration = await client_module.load_configuration()
+    assert configuration.connection_pool_maxsize == client_module.MAX_CONNECTIONS
+    (key,) = configuration.api_key.values()
+    if is_in_pod:
+        assert (configuration.host, configuration.ssl_ca_cert) == ("https://10.0.0.1:443", str(certificate))
+        assert key.endswith("from the pod")
+    else:
+        assert configuration.host == "http://127.0.0.1:9"
+        assert key.endswith("from the kubeconfig")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"message": "spec.x: too large", "code": 422}', "spec.x: too large"),
+        (b'{"message": 7}', "7"),
+        (b"no route to the pod", "no route to the pod"),
+        (b"{}", "{}"),
+        (b"[1]", "[1]"),
+        (b"", ""),
+        (b"a" * 300, "a" * 200),
+        (b"\xff", "\N{REPLACEMENT CHARACTER}"),
+    ],
+)
+def test_an_error_has_the_server_s_words_or_the_beginning_of_what_it_sent(body: bytes, message: str) -> None:
+    assert client_module._read_message(body) == message
+
+
+@pytest.mark.parametrize(("header", "pause_s"), [("7", 7.0), ("0", 0.0), ("", None), ("soon", None), ("1.5", None)])
+def test_a_pause_is_as_long_as_the_server_says_in_seconds(header: str, pause_s: float | None) -> None:
+    assert client_module._read_retry_after({"Retry-After": header} if header else {}) == pause_s
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+async def test_discovery_is_repeated_after_its_time_and_calls_say_how_long_they_took(
+    server, *, is_served: bool
+) -> None:
+    clock = itertools.count(0.0, 0.25)  # each look at it is a quarter of a second later
+    offset_s = 0.0
+    calls: list[tuple[Any, ...]] = []
+    configuration = Configuration()
+    configuration.host = server.address
+    server.body = {"resources": [{"name": "others"}, *([{"name": "servicemonitors"}] if is_served else [])]}
+    async with ApiClient(configuration) as api:
+        client = KubernetesClient(
+            api, timeout_s=0.5, on_call=lambda *call: calls.append(call), now=lambda: next(clock) + offset_s
+        )
+        kept_s = client_module.DISCOVERY_S if is_served else client_module.ABSENCE_S
+        assert await client.is_served(SERVICE_MONITORS) is is_served
+        offset_s = kept_s - 1.0
+        assert await client.is_served(SERVICE_MONITORS) is is_served
+        assert calls == [("discover", "servicemonitors", 200, 0.25)]
+        offset_s = kept_s
+        assert await client.is_served(SERVICE_MONITORS) is is_served
+    assert [request[:2] for request in server.requests] == [("GET", "/apis/monitoring.coreos.com/v1")] * 2

@@ -100,6 +100,16 @@ async def test_a_released_lease_is_taken_at_once() -> None:
     assert await b.try_acquire_or_renew()
 
 
+async def test_a_lease_that_somebody_deleted_is_not_released() -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    elector = make_elector(kubernetes, "a", clock)
+    assert await elector.try_acquire_or_renew()
+    kubernetes.remove(LEASES, "default", "lease")
+    await elector.release()
+    assert not elector.is_leading
+    assert kubernetes.objects == {}
+
+
 async def test_a_lease_that_another_one_has_is_not_released() -> None:
     kubernetes, clock = FakeKubernetes(), Clock()
     a, b = (make_elector(kubernetes, name, clock) for name in "ab")
@@ -236,3 +246,27 @@ async def test_there_are_never_two_leaders(seed: int) -> None:
         assert leading <= 1
         num_leading += leading
     assert num_leading > 50
+
+
+async def test_who_does_not_lead_tries_again_until_it_does() -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    former = make_elector(kubernetes, "a", clock)
+    assert await former.try_acquire_or_renew()
+    pauses_s: list[float] = []
+
+    async def sleep(duration_s: float) -> None:
+        pauses_s.append(duration_s)
+        clock.now += duration_s
+        kubernetes.before = fail if len(pauses_s) == 2 else lambda _verb, _plural: None
+        if len(pauses_s) == 4:
+            await former.release()
+
+    def fail(_verb: str, _plural: str) -> None:
+        raise BusyError("503")
+
+    elector = LeaderElector(
+        kubernetes, namespace="default", name="lease", identity="b", now=clock, now_text=lambda: "t", sleep=sleep
+    )
+    await elector.acquire()
+    assert elector.is_leading
+    assert pauses_s == [RENEW_S] * 4

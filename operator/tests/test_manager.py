@@ -7,7 +7,10 @@ import json
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections import Counter
+from datetime import datetime
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
@@ -18,8 +21,10 @@ from kubernetes.aio.client.configuration import Configuration
 
 from sluice_operator.__main__ import find_cause
 from sluice_operator.api.names import ClusterKey
+from sluice_operator.controller import informer as informer_module
+from sluice_operator.controller import manager
 from sluice_operator.controller.informer import Informer, find_key, make_settings
-from sluice_operator.controller.manager import Operator
+from sluice_operator.controller.manager import STATUS_DEBOUNCE_S, Operator, StoppedError
 from sluice_operator.health import MAX_QUEUE_AGE_S, Health
 from sluice_operator.kubernetes.interface import CLUSTERS, DEPLOYMENTS, BusyError, ForbiddenError, LeaseLostError
 from sluice_operator.kubernetes.rbac import WATCHED
@@ -78,6 +83,41 @@ async def test_events_are_taken_on_the_event_loop() -> None:
     for handler in handlers:
         await invoke(handler.fn, kwargs={"body": body})
     assert taken == [(ClusterKey("n", "c"), threading.current_thread())] * len(WATCHED)
+
+
+@pytest.mark.parametrize("namespaces", [(), ("a", "b")])
+async def test_the_watches_are_kopf_s_in_the_namespaces_asked_for(monkeypatch: pytest.MonkeyPatch, namespaces) -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def run(**arguments: Any) -> None:
+        asked.append(arguments)
+
+    monkeypatch.setattr(informer_module.kopf, "operator", run)
+    informer = Informer(handle_event=lambda *_: None, now=lambda: 5.0)
+    is_ready = asyncio.Event()
+    await informer.run(list(namespaces), is_ready)
+    (given,) = asked
+    registry, settings = given.pop("registry"), given.pop("settings")
+    assert given == {
+        "standalone": True,
+        "clusterwide": not namespaces,
+        "namespaces": namespaces,
+        "ready_flag": is_ready,
+    }
+    assert len(registry._watching.get_all_handlers()) == len(WATCHED)
+    assert settings.watching.label_selectors == make_settings().watching.label_selectors
+
+
+@pytest.mark.parametrize("is_in_pod", [True, False])
+def test_a_watch_logs_in_as_the_pod_or_else_by_the_kubeconfig(
+    monkeypatch: pytest.MonkeyPatch, *, is_in_pod: bool
+) -> None:
+    informer = Informer(handle_event=lambda *_: None, now=lambda: 5.0)
+    (login,) = informer._make_registry()._activities.get_all_handlers()
+    kopf = informer_module.kopf
+    monkeypatch.setattr(kopf, "login_with_service_account", lambda **given: ("pod", given) if is_in_pod else None)
+    monkeypatch.setattr(kopf, "login_with_kubeconfig", lambda **given: ("kubeconfig", given))
+    assert login.fn(logger="l") == ("pod" if is_in_pod else "kubeconfig", {"logger": "l"})
 
 
 def test_only_objects_of_ours_are_watched_and_nothing_is_written() -> None:
@@ -153,6 +193,97 @@ async def test_resync_enqueues_every_known_cluster() -> None:
         async with asyncio.timeout(10):
             assert {await operator._queue.get() for _ in keys} == keys
         resync.cancel()
+
+
+class NotedQueue:
+    """Notes what is enqueued, and how soon."""
+
+    def __init__(self) -> None:
+        self.added: list[tuple[ClusterKey, float]] = []
+
+    def add(self, key: ClusterKey, after_s: float = 0.0) -> None:
+        self.added.append((key, after_s))
+
+
+async def test_a_resync_is_spread_over_the_last_quarter_of_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept_s: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept_s.append(seconds)
+        if len(slept_s) == 3:
+            raise StoppedError
+
+    async with ApiClient(Configuration()) as api:
+        operator = Operator(OperatorSettings(resync_s=100.0), api)
+        operator._queue = NotedQueue()
+        operator._known_keys = {ClusterKey("n", str(number)) for number in range(200)}
+        monkeypatch.setattr(manager.asyncio, "sleep", sleep)
+        with pytest.raises(StoppedError):
+            await operator._resync()
+    assert slept_s == [75.0, 75.0, 75.0]
+    assert Counter(key for key, _ in operator._queue.added) == dict.fromkeys(operator._known_keys, 2)
+    pauses_s = sorted(pause_s for _, pause_s in operator._queue.added)
+    assert 0.0 <= pauses_s[0] < 2.0
+    assert 23.0 < pauses_s[-1] <= 25.0
+
+
+async def test_a_process_waits_for_the_api_server_and_ends_without_the_crd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it kopf would sit idle."""
+    slept_s: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept_s.append(seconds)
+
+    class Server:
+        def __init__(self) -> None:
+            self.answers: list[object] = [BusyError("503"), BusyError("503"), True]
+            self.kinds: list[object] = []
+
+        async def is_served(self, kind: object) -> bool:
+            self.kinds.append(kind)
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return bool(answer)
+
+    monkeypatch.setattr(manager.asyncio, "sleep", sleep)
+    async with ApiClient(Configuration()) as api:
+        operator = Operator(OperatorSettings(), api)
+        operator._kubernetes = server = Server()
+        await operator._wait_for_crd()
+        assert (slept_s, server.kinds) == ([1.0, 1.0], [CLUSTERS] * 3)
+        server.answers = [False]
+        with pytest.raises(SystemExit, match=r"no CRD servingclusters\.sluice\.dev"):
+            await operator._wait_for_crd()
+
+
+async def test_the_gauges_say_what_the_process_holds() -> None:
+    async with ApiClient(Configuration()) as api:
+        operator = Operator(OperatorSettings(), api)
+        metrics = operator._metrics
+        gauges = {
+            "queue": metrics.queue,
+            "leader": metrics.leader,
+            "clusters": metrics.clusters,
+            "connections": metrics.router_connections,
+            "event age": metrics.event_age_s,
+        }
+
+        def read() -> dict[str, float]:
+            assert operator._refresh() == metrics.queue_age_s._value.get()
+            return {name: gauge._value.get() for name, gauge in gauges.items()}
+
+        assert read() == dict.fromkeys(gauges, 0.0)
+        for name in "abc":
+            operator._handle_event(ClusterKey("n", name), {"kind": CLUSTERS.name, "metadata": {}})
+        assert await operator._queue.get()
+        operator._elector = StandInElector()
+        operator._connections = SimpleNamespace(count=lambda: 7)
+        operator._informer.last_event_s = time.monotonic() - 50.0
+        found = read()
+        assert found.pop("event age") == pytest.approx(50.0, abs=20.0)
+        assert found == {"queue": 2.0, "leader": 1.0, "clusters": 3.0, "connections": 7.0}
+        assert metrics.queue_age_s._value.get() > 0.0
 
 
 # The process as a whole.
@@ -239,6 +370,96 @@ async def test_a_write_that_failed_is_not_repeated_once_the_lease_is_lost(operat
     assert [verb for verb, _ in operator._kubernetes.writes] == ["create", "apply"]
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_cluster_that_is_gone_is_forgotten(operator: Operator, *, is_known: bool) -> None:
+    class StandInReconciler:
+        async def reconcile(self, _key: ClusterKey) -> None:
+            return None
+
+        def is_known(self, key: ClusterKey) -> bool:
+            assert key == KEY
+            return is_known
+
+    operator._handle_event(KEY, {"kind": CLUSTERS.name, "metadata": {}})
+    await operator._reconcile(StandInReconciler(), await operator._queue.get())
+    assert operator._known_keys == ({KEY} if is_known else set())
+    (took_s,) = [
+        sample.value
+        for sample in operator._metrics.reconcile_s.collect()[0].samples
+        if sample.name.endswith("_seconds_sum")
+    ]
+    assert 0.0 < took_s < 60.0
+
+
+async def test_a_lost_lease_ends_the_worker_and_its_key_is_not_finished(operator: Operator) -> None:
+    class StandInReconciler:
+        async def reconcile(self, key: ClusterKey) -> None:
+            assert current_object.get() == str(key)
+            raise LeaseLostError("pod-1 no longer leads")
+
+    operator._queue.add(KEY)
+    with pytest.raises(LeaseLostError):
+        await operator._run_worker(StandInReconciler())
+    assert current_object.get() != str(KEY)
+    assert operator._queue.is_processing(KEY)
+
+
+@pytest.mark.parametrize("has_certificate", [True, False])
+async def test_a_leader_shares_clock_filter_and_metrics_with_its_reconciler(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch, *, has_certificate: bool
+) -> None:
+    """What one of them learns another one acts on."""
+    made: dict[str, object] = {}
+
+    def make_reconciler(kubernetes: object, connections: object, settings: object, **arguments: object) -> object:
+        made.update(kubernetes=kubernetes, connections=connections, settings=settings, **arguments)
+        return SimpleNamespace(record_status=lambda key, status: made.update(status=(key, status)))
+
+    def make_connections(group: asyncio.TaskGroup, **arguments: Any) -> object:
+        made.update(group=group, given=arguments)
+        return SimpleNamespace(count=lambda: 0)
+
+    monkeypatch.setattr(manager, "Reconciler", make_reconciler)
+    monkeypatch.setattr(manager, "RouterConnections", make_connections)
+    names: set[str] = set()
+
+    async def run(namespaces: object, is_watching: object) -> None:
+        made.update(namespaces=namespaces, is_watching=is_watching)
+        names.update(task.get_name() for task in asyncio.all_tasks())
+        await asyncio.sleep(0)
+
+    operator._settings = operator._settings.model_copy(update={"workers": 3, "watch_namespaces": "a,b"})
+    operator._informer.run = run
+    certificates = operator._certificates = SimpleNamespace(refresh="refresh") if has_certificate else None
+
+    async def keep_fresh(refreshes: object) -> None:
+        made.update(refreshes=refreshes)
+
+    monkeypatch.setattr(manager, "keep_fresh", keep_fresh)
+    with pytest.raises(ExceptionGroup) as ended:
+        await operator._elect_and_lead()
+    assert isinstance(find_cause(ended.value), StoppedError)
+    assert (made["settings"], made["namespaces"]) == (operator._settings, ("a", "b"))
+    assert made["is_watching"] is operator._is_watching
+    assert made["connections"] is operator._connections
+    assert names >= {"renew the lease", "worker 0", "worker 1", "worker 2", "resync"}
+    assert made.get("refreshes") == (["refresh"] if has_certificate else None)
+    given = made["given"]
+    assert isinstance(given, dict)
+    assert given["certificates"] is certificates
+    operator._queue = NotedQueue()
+    given["enqueue"](KEY)
+    assert operator._queue.added == [(KEY, STATUS_DEBOUNCE_S)]
+    given["record_status"](KEY, "a status")
+    assert made["status"] == (KEY, "a status")
+    assert made["is_edited"] == operator._event_filter.is_edited
+    assert made["own_writes"] is operator._own_writes
+    assert made["record_conditions"] == operator._metrics.record_conditions
+    assert made["now"] is time.monotonic
+    assert made["now_text"] is manager.format_now
+    assert abs(datetime.fromisoformat(manager.format_now()).timestamp() - time.time()) < 60.0
+
+
 @pytest.mark.parametrize(
     ("result", "outcome", "pause_s"),
     [
@@ -303,3 +524,23 @@ def test_the_conditions_of_a_cluster_are_metrics_while_they_hold() -> None:
     assert read() == kept | {("n", "b", "Ready", "True", "Serving")}
     metrics.record_conditions("n", "b", ())
     assert read() == kept
+
+
+async def test_the_program_runs_with_the_api_server_s_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    configuration, settings, made = Configuration(), OperatorSettings(), []
+
+    async def load() -> Configuration:
+        return configuration
+
+    class StandInOperator:
+        def __init__(self, *arguments: Any) -> None:
+            made.append(arguments)
+
+        async def run(self) -> None:
+            made.append("ran")
+
+    monkeypatch.setattr(manager, "load_configuration", load)
+    monkeypatch.setattr(manager, "Operator", StandInOperator)
+    await manager.run_operator(settings)
+    (given, api), ran = made
+    assert (given, api.configuration, ran) == (settings, configuration, "ran")

@@ -334,3 +334,29 @@ async def test_the_number_of_a_plan_never_falls_even_if_two_operators_find_it_go
     world.start_operator()
     await world.settle()
     assert world.plan.generation > generation
+
+
+@pytest.mark.parametrize(
+    "plurals",
+    [("configmaps", "pods"), ("networkpolicies", "services")],
+    ids=["what a plan is made of", "the other children"],
+)
+@pytest.mark.parametrize("is_first_busy", [True, False])
+async def test_of_several_errors_the_one_counts_that_asks_for_a_pause(
+    plurals: tuple[str, str], *, is_first_busy: bool
+) -> None:
+    world = World()
+    await world.settle()
+    busy = plurals[0 if is_first_busy else 1]
+
+    def fail(verb: str, plural: str) -> None:
+        if verb == "list" and plural in plurals:
+            raise BusyError("429", retry_after_s=7.0) if plural == busy else KubernetesError("500")
+
+    world.kubernetes.before = fail
+    await world.reconcile()
+    assert isinstance(world.last_error, BusyError)
+    assert world.last_error.retry_after_s == 7.0
+    busy = ""
+    await world.reconcile()
+    assert type(world.last_error) is KubernetesError

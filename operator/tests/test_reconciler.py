@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from cluster_harness import KEY, World
 from fake_kubernetes import make_cluster
 
 from sluice.v1 import control_pb2
+from sluice_operator.controller.cluster_state import DEFER_S
 from sluice_operator.controller.plan_step import DRAIN_MARGIN_S
 from sluice_operator.kubernetes.interface import (
     CLUSTERS,
@@ -356,3 +358,73 @@ async def test_a_drain_whose_end_cannot_be_written_is_tried_again_after_a_pause(
         after_s = await world.reconcile()
         assert after_s is not None
         assert after_s >= 10.0
+
+
+@pytest.mark.parametrize("is_ending", [True, False])
+async def test_of_a_cluster_that_is_gone_nothing_is_kept(*, is_ending: bool) -> None:
+    world = World()
+    await world.settle()
+    recorded: list[tuple[Any, ...]] = []
+    world.reconciler._record_conditions = lambda *call: recorded.append(call)
+    state = world.reconciler._states[KEY]
+    ended: list[str] = []
+    state.tuner.stop = lambda: ended.append("tuner")
+    state.scaler.stop = lambda: ended.append("scaler")
+    writes = list(world.kubernetes.writes)
+    if is_ending:
+        world.kubernetes.edit(CLUSTERS, "tiny", {"metadata": {"deletionTimestamp": "now"}})
+    else:
+        world.kubernetes.remove(CLUSTERS, "default", "tiny")
+    assert world.reconciler.is_known(KEY)
+    assert await world.reconcile() is None
+    assert not world.reconciler.is_known(KEY)
+    assert recorded == [("default", "tiny", ())]
+    assert world.routers.addresses[KEY] == {}
+    assert ended == ["tuner", "scaler"]
+    assert world.kubernetes.writes == writes
+    assert await world.reconcile() is None
+    assert len(recorded) == 2
+
+
+async def test_a_cluster_made_anew_under_the_same_name_begins_anew() -> None:
+    world = World()
+    await world.settle()
+    before = world.reconciler._states[KEY]
+    world.kubernetes.remove(CLUSTERS, "default", "tiny")
+    world.kubernetes.collect_garbage()
+    world.kubernetes.put(make_cluster(replicas=2))
+    await world.reconcile()
+    after = world.reconciler._states[KEY]
+    assert after is not before
+    assert after.uid == world.kubernetes.find(CLUSTERS, "tiny")["metadata"]["uid"] != before.uid
+    assert after.first_reconcile_s == world.now
+    await world.settle()
+    assert len(world.engines) == 2
+
+
+@pytest.mark.parametrize("seen_with", ["servingclusters", "networkpolicies"])
+async def test_an_edit_during_a_reconcile_puts_children_and_status_off_for_a_second_at_most(seen_with: str) -> None:
+    """It waits for a short reconcile only, and edits without end do not starve the status."""
+    world = World()
+    await world.settle()
+    is_edited = False
+
+    def see(_verb: str, plural: str) -> None:
+        nonlocal is_edited
+        is_edited = is_edited or plural == seen_with
+
+    world.kubernetes.before = see
+    world.reconciler._is_edited = lambda key: key == KEY and is_edited
+    world.edit(engine={"maxBatchTokens": 4096})
+    began = len(world.kubernetes.calls)
+    ends = []
+    for _ in range(6):
+        is_edited = False
+        ends.append(await world.reconcile())
+        world.now += 0.3
+    calls = world.kubernetes.calls[began:]
+    # 1.2 s after the first one the status is written all the same.
+    assert ends[:4] == [DEFER_S] * 4
+    assert ends[4] != DEFER_S
+    assert calls.count(("patch_status", "servingclusters")) == 1
+    assert (("apply", "deployments") in calls[: len(calls) // 2]) == (seen_with == "networkpolicies")

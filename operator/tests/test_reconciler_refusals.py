@@ -4,12 +4,55 @@ from __future__ import annotations
 
 import pytest
 from cluster_harness import World
+from fake_kubernetes import make_cluster
 
+from sluice_operator.api.condition_types import Reason
+from sluice_operator.controller.preconditions import judge_spec
 from sluice_operator.kubernetes.interface import (
     PODS,
     ForbiddenError,
     InvalidError,
 )
+from sluice_operator.settings import OperatorSettings
+
+GOOD, BAD = make_cluster(replicas=2), make_cluster(replicas=-1)
+TLS = make_cluster(network={"tls": {"mode": "SecretRef", "secretName": "p"}})
+
+
+@pytest.mark.parametrize(
+    ("body", "accepted", "in_force", "refusal", "may_apply"),
+    [
+        (GOOD, None, GOOD, None, True),
+        (GOOD, BAD, GOOD, None, True),
+        (BAD, None, None, Reason.REFUSED, True),
+        (BAD, GOOD, GOOD, Reason.REFUSED, True),
+        (BAD, BAD, None, Reason.REFUSED, True),
+        (BAD, TLS, TLS, Reason.REFUSED, False),
+        (TLS, None, None, Reason.NOT_AVAILABLE, True),
+        (TLS, GOOD, GOOD, Reason.NOT_AVAILABLE, True),
+    ],
+    ids=[
+        "good at first",
+        "good again",
+        "bad at first",
+        "bad after a good one",
+        "bad after one that another version accepted",
+        "bad after one that this installation no longer carries out",
+        "not available at first",
+        "not available after a good one",
+    ],
+)
+def test_what_goes_is_the_spec_or_the_one_that_was_accepted_last(
+    body, accepted, in_force, refusal, *, may_apply: bool
+) -> None:
+    verdict = judge_spec(body, accepted and accepted["spec"], OperatorSettings(), has_cert_manager=False)
+    assert (verdict.refusal.reason if verdict.refusal else None) == refusal
+    assert (verdict.cluster is None) == (in_force is None)
+    if verdict.cluster is not None:
+        assert verdict.cluster.spec.replicas == in_force["spec"]["replicas"]
+    kept = body if refusal is None else accepted
+    assert verdict.accepted_spec == (kept and kept["spec"])
+    assert verdict.may_apply == may_apply
 
 
 async def test_an_invalid_spec_changes_nothing_and_says_why() -> None:

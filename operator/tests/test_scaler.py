@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from cluster_harness import KEY
 from fake_kubernetes import READS
@@ -223,6 +225,17 @@ async def test_engines_that_start_slowly_are_asked_for_sooner() -> None:
     stored = StoredScale.from_json(annotations[SCALE_ANNOTATION])
     assert stored is not None
     assert stored.start_s == 600.0
+
+
+@pytest.mark.parametrize(
+    ("measured_s", "known_s"),
+    [(None, 100.0), (125.0, 100.0), (125.1, 125.1), (80.0, 100.0), (79.9, 79.9), (1000.0, 1000.0)],
+)
+def test_a_start_time_counts_once_it_is_a_quarter_longer_or_a_fifth_shorter(
+    measured_s: float | None, known_s: float
+) -> None:
+    scale = StoredScale(basis=2, replicas=3, reason="why", start_s=100.0)
+    assert scale.note_start(measured_s) == replace(scale, start_s=known_s)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from cluster_harness import World
+from fake_kubernetes import make_cluster
 
 from sluice_operator.api.names import ClusterKey
-from sluice_operator.kubernetes.interface import CLUSTERS, DEPLOYMENTS
+from sluice_operator.controller.status_inputs import is_whole
+from sluice_operator.kubernetes.interface import CLUSTERS, DEPLOYMENTS, PODS
 from sluice_operator.planning.upgrades import SETTLE_S, UpgradePlaces
 
 OLD, NEW = "sluice-engine:0.1.0", "sluice-engine:2"
@@ -137,6 +139,32 @@ def test_an_annotated_cluster_takes_no_place() -> None:
     assert not found.places.may_upgrade(A, {"metadata": {"annotations": {"sluice.dev/upgrade": "yes"}}})
 
 
+def test_a_cluster_that_waited_and_is_annotated_waits_no_more() -> None:
+    found = Places(1)
+    assert [found.places.may_upgrade(key, BODY) for key in (A, B, C)] == [True, False, False]
+    assert found.places.may_upgrade(B, ALLOWED)
+    found.places.note_progress(A, is_rolling=False, is_whole=True)
+    assert found.enqueued == [C]
+
+
+def test_a_cluster_that_waited_and_begins_waits_no_more() -> None:
+    found = Places(1)
+    assert [found.places.may_upgrade(key, BODY) for key in (A, B, C)] == [True, False, False]
+    found.places.forget(A)
+    assert found.places.may_upgrade(B, BODY)
+    found.places.forget(B)
+    assert found.enqueued == [B, C]
+
+
+def test_a_cluster_that_waited_and_runs_the_newest_or_is_gone_waits_no_more() -> None:
+    found = Places(1)
+    assert [found.places.may_upgrade(key, BODY) for key in (A, B, C)] == [True, False, False]
+    found.places.note_progress(B, is_rolling=False, is_whole=False)
+    found.places.forget(C)
+    found.places.forget(A)
+    assert found.enqueued == []
+
+
 def test_a_new_leader_counts_upgrades_under_way_before_it_begins_others() -> None:
     found = Places(1)
     found.now = 0.0
@@ -147,3 +175,54 @@ def test_a_new_leader_counts_upgrades_under_way_before_it_begins_others() -> Non
     found.places.note_progress(B, is_rolling=False, is_whole=True)
     assert found.enqueued == [A]
     assert found.places.may_upgrade(A, BODY)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "status", "is_whole_then"),
+    [
+        (2, {"readyReplicas": 2}, True),
+        (2, {"readyReplicas": 3}, True),
+        (2, {"readyReplicas": 1}, False),
+        (2, {}, False),
+        (2, None, False),
+        (0, {}, True),
+    ],
+)
+def test_a_deployment_is_whole_when_all_its_pods_serve(replicas: int, status: Any, *, is_whole_then: bool) -> None:
+    assert is_whole({"metadata": {}, "spec": {"replicas": replicas}, "status": status}) is is_whole_then
+
+
+async def test_the_next_cluster_upgrades_when_all_pods_of_the_last_one_serve() -> None:
+    world, second = World(replicas=2), ClusterKey("default", "second")
+    world.kubernetes.put(make_cluster("second", replicas=2))
+
+    async def run(num_steps: int) -> None:
+        for _ in range(num_steps):
+            world.run_controllers()
+            await world.reconcile()
+            await world.reconciler.reconcile(second)
+            world.now += 1.0
+
+    def list_engines(name: str) -> list[tuple[str, str]]:
+        pods = [pod for pod in world.engines if pod["metadata"]["name"].startswith(name)]
+        return [(pod["spec"]["containers"][0]["image"], pod["status"]["phase"]) for pod in pods]
+
+    await run(10)
+    world.settings = world.settings.model_copy(update={"engine_image": NEW, "max_concurrent_upgrades": 1})
+    world.start_operator()
+    world.now += SETTLE_S
+    # The last engine of the first cluster does not serve, though all its pods are of the new template.
+    while (NEW, "Running") not in list_engines("tiny"):
+        await run(1)
+    world.kubernetes.broken_images.add(NEW)
+    await run(8)
+    assert sorted(list_engines("tiny")) == [(NEW, "Pending"), (NEW, "Running")]
+    assert list_engines("second") == [(OLD, "Running")] * 2
+    world.kubernetes.broken_images.clear()
+    for pod in world.engines:
+        if pod["status"]["phase"] == "Pending":
+            world.kubernetes.remove(PODS, "default", pod["metadata"]["name"])
+    world.enqueued.clear()
+    await run(12)
+    assert second in world.enqueued
+    assert list_engines("second") == [(NEW, "Running")] * 2

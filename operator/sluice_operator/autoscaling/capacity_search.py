@@ -62,7 +62,7 @@ def search_capacity(request: CapacityRequest, effort: SearchEffort | None = None
 def _guess(request: SearchRequest, problem: PlanningProblem, points: Sequence[CapacityPoint]) -> float:
     """Guesses the goodput, from that of the size below."""
     replicas = request.constraints.replicas
-    if points and points[-1].goodput_rps > 0.0:
+    if points:
         return points[-1].goodput_rps * replicas / points[-1].replicas
     return estimate_start_rps(problem, replicas, 1)
 
