@@ -81,14 +81,14 @@ async def test_events_are_taken_on_the_event_loop() -> None:
 
 
 async def test_nodes_are_watched_where_somebody_takes_them() -> None:
-    taken: list[tuple[str, bool]] = []
+    taken: list[tuple[str, str | None]] = []
     informer = Informer(handle_event=lambda *_: None, now=lambda: 5.0)
-    informer.handle_node = lambda body, is_gone: taken.append((body["metadata"]["name"], is_gone))
+    informer.handle_node = lambda body, kind: taken.append((body["metadata"]["name"], kind))
     handlers = informer._make_registry()._watching.get_all_handlers()
     assert len(handlers) == len(WATCHED) + 1
     for kind in (None, "MODIFIED", "DELETED"):
         await invoke(handlers[-1].fn, kwargs={"body": {"kind": NODES.name, "metadata": {"name": "n"}}, "type": kind})
-    assert taken == [("n", False), ("n", False), ("n", True)]
+    assert taken == [("n", None), ("n", "MODIFIED"), ("n", "DELETED")]
 
 
 def test_only_objects_of_ours_are_watched_and_nothing_is_written() -> None:
@@ -257,7 +257,7 @@ async def test_nodes_are_read_before_the_first_reconcile(
     if error is None:
         operator._handle_event(KEY, {"kind": "Pod", "metadata": {}, "spec": {"nodeName": "n1"}})
         operator._queue.finish(KEY)
-        operator._informer.handle_node({**cordoned, "spec": {}}, False)
+        operator._informer.handle_node(cordoned, "DELETED")
         assert len(operator._queue) == 1
 
 

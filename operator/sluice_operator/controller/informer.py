@@ -35,14 +35,14 @@ class Informer:
 
     Args:
         handle_event: Called with the key of the cluster that an event is about, and the object.
-        handle_node: Called with a node, and whether it is gone; None: nodes are not watched.
+        handle_node: Called with a node and the kind of the event; None: nodes are not watched.
         now: Monotonic seconds.
         last_event_s: When the last event came, on that clock.
     """
 
     handle_event: Callable[[ClusterKey, Mapping[str, Any]], None]
     now: Callable[[], float]
-    handle_node: Callable[[Mapping[str, Any], bool], None] | None = None
+    handle_node: Callable[[Mapping[str, Any], str | None], None] | None = None
     last_event_s: float = 0.0
 
     async def run(self, namespaces: Sequence[str], is_ready: asyncio.Event) -> None:
@@ -71,7 +71,7 @@ class Informer:
         self.last_event_s = self.now()
         if body.get("kind") == NODES.name:
             assert self.handle_node is not None, "nodes are not watched"
-            self.handle_node(body, kind == "DELETED")
+            self.handle_node(body, kind)
             return
         key = find_key(body)
         if key is not None:

@@ -192,8 +192,8 @@ class Operator:
             logger.warning("nodes could not be read, and are watched all the same: %s", error)
         self._informer.handle_node = self._handle_node
 
-    def _handle_node(self, node: Mapping[str, Any], is_gone: bool) -> None:  # noqa: FBT001 - a callback
-        for key in self._notices.take_node(node, is_gone=is_gone):
+    def _handle_node(self, node: Mapping[str, Any], kind: str | None) -> None:
+        for key in self._notices.take_node(node, is_gone=kind == "DELETED"):
             self._queue.add(key)
 
     async def _run_worker(self, reconciler: Reconciler) -> None:
