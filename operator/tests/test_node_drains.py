@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +21,7 @@ from sluice_operator.resources.pods.pod_status import Pod, read_pod
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "node-drains.md"
 SPOT = "aws-node-termination-handler/spot-itn"
 KARPENTER = "karpenter.sh/disrupted"
 
@@ -75,6 +78,11 @@ def test_each_taint_of_the_list_is_read(key: str) -> None:
 )
 def test_other_nodes_announce_nothing(node: dict[str, Any]) -> None:
     assert read_notice(node) is None
+
+
+def test_the_guide_lists_the_taints() -> None:
+    rows = re.findall(r"^\| `(\S+)` \| .* \| (.+) \|$", GUIDE.read_text(), re.MULTILINE)
+    assert rows == [(key, "all at once" if late else "one at a time") for key, late in ANNOUNCEMENTS.items()]
 
 
 def test_a_cordon_counts_before_its_taint_is_there() -> None:
