@@ -147,26 +147,41 @@ def make_access(client: Client, testbed: Testbed, name: str, namespace: str = ""
     return path
 
 
+class Replicas:
+    """Replicas of the operator, with ports and logs of their own.
+
+    Args:
+        client: The administrator.
+        testbed: The cluster.
+    """
+
+    def __init__(self, client: Client, testbed: Testbed) -> None:
+        self._started: list[Operator] = []
+        self._everywhere = make_access(client, testbed, "operator")
+        self._logs = testbed.settings.logs
+
+    def start(self, identity: str, kubeconfig: Path | None = None, **options: str) -> Operator:
+        port, log = FIRST_PORT + len(self._started), self._logs / f"operator-{identity}.log"
+        started = Operator(kubeconfig or self._everywhere, port, log, identity=identity, **options)
+        self._started.append(started)
+        return started
+
+    def end(self) -> None:
+        for operator in self._started:
+            operator.end(signal.SIGKILL)
+
+
 @pytest.fixture(scope="module")
-def start_operator(client: Client, testbed: Testbed) -> Iterator[Callable[..., Operator]]:
-    started: list[Operator] = []
-    everywhere = make_access(client, testbed, "operator")
-
-    def start(identity: str, kubeconfig: Path = everywhere, **options: str) -> Operator:
-        port = FIRST_PORT + len(started)
-        log = testbed.settings.logs / f"operator-{identity}.log"
-        started.append(Operator(kubeconfig, port, log, identity=identity, **options))
-        return started[-1]
-
-    yield start
-    for operator in started:
-        operator.end(signal.SIGKILL)
+def replicas(client: Client, testbed: Testbed) -> Iterator[Replicas]:
+    made = Replicas(client, testbed)
+    yield made
+    made.end()
 
 
 @pytest.fixture(scope="module")
-def operator(start_operator: Callable[..., Operator], routers: StandInRouters) -> Operator:
+def operator(replicas: Replicas, routers: StandInRouters) -> Operator:
     """The replica that leads at first."""
-    started = start_operator("first", watch_nodes="true")
+    started = replicas.start("first", watch_nodes="true")
     wait_for(lambda: started.leads, "a leader")
     return started
 
@@ -417,9 +432,9 @@ def test_a_cluster_recreated_under_its_old_name_gets_new_objects(cluster: Cluste
 
 
 def test_the_next_replica_leads_after_the_leader_stops_or_is_killed(
-    cluster: Cluster, operator: Operator, start_operator: Callable[..., Operator]
+    cluster: Cluster, operator: Operator, replicas: Replicas
 ) -> None:
-    second = start_operator("second")
+    second = replicas.start("second")
     wait_for(lambda: second.read("/readyz") == "ok\n", "the second replica")
     assert not second.leads
     versions = cluster.versions()
@@ -430,7 +445,7 @@ def test_the_next_replica_leads_after_the_leader_stops_or_is_killed(
     wait_for(lambda: ("get", "servingclusters", "200") in second.calls(), "a reconcile")
     time.sleep(1)
     assert cluster.versions() == versions
-    third = start_operator("third")
+    third = replicas.start("third")
     second.end(signal.SIGKILL)
     cluster.edit(prefillHeavy=3)
     wait_for(lambda: third.leads, "the third one as leader")
@@ -440,11 +455,11 @@ def test_the_next_replica_leads_after_the_leader_stops_or_is_killed(
 
 
 def test_an_operator_for_one_namespace_needs_no_rights_elsewhere(
-    cluster: Cluster, client: Client, testbed: Testbed, namespace: str, start_operator: Callable[..., Operator]
+    cluster: Cluster, client: Client, testbed: Testbed, namespace: str, replicas: Replicas
 ) -> None:
     kubeconfig = make_access(client, testbed, "narrow", namespace)
     options = {"watch_namespaces": namespace, "lease_name": "narrow", "watch_nodes": "true"}
-    narrow = start_operator("narrow", kubeconfig, **options)
+    narrow = replicas.start("narrow", kubeconfig, **options)
     wait_for(lambda: narrow.leads, "the operator for one namespace")
     versions = cluster.versions()
     wait_for(lambda: ("get", "servingclusters", "200") in narrow.calls(), "a reconcile")
@@ -470,3 +485,34 @@ def test_the_operator_survives_a_restart_of_the_control_plane(program: str, clus
     wait_for(lambda: cluster.roles == ["d-heavy"] + ["p-heavy"] * 3, "the roles")
     cluster.wait("Progressing", "Settled")
     assert set(cluster.engines) == before
+
+
+def test_three_clusters_take_the_images_of_a_new_operator_one_after_the_other(
+    client: Client, routers: StandInRouters, replicas: Replicas, make_namespace: Callable[[str], str]
+) -> None:
+    replicas.end()
+    old = replicas.start("old")
+    clusters = [Cluster(client, make_namespace("restricted")) for _ in range(3)]
+    for each in clusters:
+        each.edit(replicas=2)
+    for each in clusters:
+        each.wait("Progressing", "Settled")
+    before = [set(each.engines) for each in clusters]
+    assert old.end(signal.SIGTERM) == 0
+    replicas.start("new", engine_image="sluice-engine:9")
+    seen: list[list[int]] = []
+
+    def is_over() -> bool:
+        """Counts the new engines of each cluster."""
+        begun = [len(set(each.engines) - known) for each, known in zip(clusters, before, strict=True)]
+        seen.extend([] if begun in seen else [begun])
+        return begun == [2, 2, 2]
+
+    wait_for(is_over, "the new image everywhere")
+    print(f"new engines of each cluster: {seen}")
+    assert len(seen) >= 6
+    assert all(begun.count(1) <= 1 for begun in seen)
+    for each in clusters:
+        each.wait("Progressing", "Settled")
+        assert {pod["spec"]["containers"][0]["image"] for pod in each.engines.values()} == {"sluice-engine:9"}
+        each.kubectl("delete", "slc", "tiny")
