@@ -102,6 +102,7 @@ def test_a_change_of_a_node_concerns_the_clusters_that_have_pods_there() -> None
     notices.take_pod(first, {"spec": {"nodeName": "n1"}})
     notices.take_pod(second, {"spec": {"nodeName": "n2"}})
     notices.take_pod(second, {"spec": {}})
+    notices.take_pod(second, {})
     assert notices.take_node(make_node("n1")) == set()
     assert notices.take_node(make_node("n1", CORDON)) == {first}
     # A heartbeat changes a node every few minutes.
@@ -110,6 +111,8 @@ def test_a_change_of_a_node_concerns_the_clusters_that_have_pods_there() -> None
     assert notices.take_node(make_node("n2", SPOT)) == {second}
     assert notices.take_node(make_node("n2", SPOT), is_gone=True) == {second}
     assert notices.find("n2") is None
+    # Another one of this name has had no pod yet.
+    assert notices.take_node(make_node("n2", SPOT)) == set()
 
 
 # Who leaves.
