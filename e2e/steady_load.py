@@ -45,9 +45,7 @@ class Load:
     """
 
     def __init__(self, clients: Sequence[Client], shape: Shape, model: Path) -> None:
-        config = json.loads((model / "config.json").read_text())
-        self._vocabulary_tokens: int = config["vocab_size"]
-        self._eos_token_ids = frozenset({int(config["eos_token_id"])})
+        self._model = model
         self._clients = clients
         self._is_over = asyncio.Event()
         self.shape = shape
@@ -67,9 +65,7 @@ class Load:
         rng = random.Random(1)
         for number, client in enumerate(itertools.cycle(self._clients)):
             shape = self.shape
-            sampling: dict[str, Any] = {"max_tokens": shape.output_tokens, "ignore_eos": True, "temperature": 0.0}
-            prompt = make_prompt(shape.prompt_tokens, rng)
-            request = Request(name=f"load-{number}", prompt_token_ids=prompt, sampling=sampling)
+            request = make_request(f"load-{number}", shape, rng)
             streams.create_task(self._ask(client, request))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_over.wait(), rng.expovariate(shape.rate_rps))
@@ -77,14 +73,28 @@ class Load:
 
     async def _ask(self, client: Client, request: Request) -> None:
         result = await client.generate(request)
-        assert result.token_ids == self._expect(request), f"{request.name} broke"
+        assert result.token_ids == expect_tokens(request, self._model), f"{request.name} broke"
         self.fared["exact"] += 1
         self.fared["moved"] += result.num_hand_offs > 0
 
-    def _expect(self, request: Request) -> list[int]:
-        prompt = request.prompt_token_ids
-        first, prompt_hash = len(prompt), hash_prompt(prompt)
-        return [
-            choose_token(prompt_hash, position, self._vocabulary_tokens, self._eos_token_ids)
-            for position in range(first, first + request.sampling["max_tokens"])
-        ]
+
+def make_request(name: str, shape: Shape, rng: random.Random) -> Request:
+    """Makes a request of a shape, with a prompt of its own."""
+    sampling: dict[str, Any] = {"max_tokens": shape.output_tokens, "ignore_eos": True, "temperature": 0.0}
+    return Request(name=name, prompt_token_ids=make_prompt(shape.prompt_tokens, rng), sampling=sampling)
+
+
+def expect_tokens(request: Request, model: Path) -> list[int]:
+    """Computes the answer of an emulated engine.
+
+    Args:
+        request: The request.
+        model: Folder of the model that the engine emulates.
+    """
+    config = json.loads((model / "config.json").read_text())
+    prompt, eos = request.prompt_token_ids, frozenset({int(config["eos_token_id"])})
+    first, prompt_hash = len(prompt), hash_prompt(prompt)
+    return [
+        choose_token(prompt_hash, position, config["vocab_size"], eos)
+        for position in range(first, first + request.sampling["max_tokens"])
+    ]

@@ -17,6 +17,7 @@ EVERYTHING = {
     "routerImage": "registry.example/router:1",
     "gpuResourceName": "amd.com/gpu",
     "watchAllNamespaces": True,
+    "watchNodes": True,
     "allowHostAccess": True,
     "tls": {"mode": "CertManager", "issuerRef": {"kind": "ClusterIssuer", "name": "ca"}},
     "maxConcurrentUpgrades": 3,

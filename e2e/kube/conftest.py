@@ -158,13 +158,15 @@ def namespace(make_namespace: Callable[[str], str]) -> str:
     return make_namespace("restricted")
 
 
-def make_volume(namespace: str, claim: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Makes a folder of this machine a read-only volume, bound to a claim that restricted pods may use.
+def make_volume(
+    namespace: str, claim: str, folder: Path, access: str = "ReadOnlyMany"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Makes a folder of this machine a volume, bound to a claim that restricted pods may use.
 
     Mount the claim with ``readOnly: true``. Otherwise the kubelet changes owner and mode of the files on the machine.
     """
     size = {"storage": "1Gi"}
-    common = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
+    common = {"accessModes": [access], "storageClassName": ""}
     real = {"matchExpressions": [{"key": "type", "operator": "In", "values": ["real"]}]}
     name = f"{namespace}-{claim}"
     volume = {

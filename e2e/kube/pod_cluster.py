@@ -306,12 +306,18 @@ class PodCluster(KubectlCluster):
             accepted_s=accepted_s - started_s, pushed_s=max(pushed) - started_s, in_force_s=max(in_force) - started_s
         )
 
-    def evict(self, pod: str) -> int:
-        """Evicts a pod, as `kubectl drain` does; returns the HTTP status."""
+    def evict(self, pod: str, *, grace_s: int | None = None) -> int:
+        """Evicts a pod, as `kubectl drain` does; returns the HTTP status.
+
+        Args:
+            pod: Its name.
+            grace_s: Time until it is killed, in seconds; None: what the pod asks for.
+        """
         content = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",
             "metadata": {"name": pod, "namespace": self.namespace},
+            "deleteOptions": {} if grace_s is None else {"gracePeriodSeconds": grace_s},
         }
         return self.client.request("POST", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/eviction", content).status
 

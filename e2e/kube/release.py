@@ -27,7 +27,7 @@ OPERATOR = "deployment/sluice-operator"
 # Registry and path that the kubelet adds to `sluice-engine:0.1.0`.
 LIBRARY = "docker.io/library"
 # Clusters of tests have namespaces of their own, and run on CPUs.
-SETTINGS = ("--set=watchAllNamespaces=true", "--set=gpuResourceName=")
+SETTINGS = ("--set=watchAllNamespaces=true", "--set=watchNodes=true", "--set=gpuResourceName=")
 # Labels of a namespace that enforces Pod Security `restricted`.
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 

@@ -29,15 +29,20 @@ POLL_S = 0.1
 
 
 class StandInRouters(control_pb2_grpc.ControlServicer):
-    """All routers of one cluster, in one server.
+    """All routers of all clusters, in one server. A connection belongs to the cluster whose plan came over it.
 
     Args:
         client: Reads which engine pods are Ready.
+
+    Attributes:
+        plan: The plan that came last.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self.plan = plan_pb2.Plan()
+        self._plans: dict[str, plan_pb2.Plan] = {}
+        self._clusters: dict[str, str] = {}
         self.stuck: set[str] = set()
         # Requests that ended on each engine, and of these those that failed; the others met their objectives.
         self.num_ended: Counter[str] = Counter()
@@ -49,27 +54,25 @@ class StandInRouters(control_pb2_grpc.ControlServicer):
         return {part.engine_id for part in self.plan.engines if part.is_draining}
 
     def ApplyPlan(self, request: Any, context: Any) -> control_pb2.ApplyPlanResponse:  # noqa: N802
-        del context
-        old, plan = self.plan, request.plan
-        if old.cluster_uid == plan.cluster_uid:
-            if plan.generation == old.generation and plan != old:
-                harness_faults.record(f"two plans with number {plan.generation}")
-            if plan.generation < old.generation:
-                return control_pb2.ApplyPlanResponse(generation=old.generation, error="older")
-        self.plan = plan
+        plan = request.plan
+        self._clusters[context.peer()] = plan.cluster_uid
+        old = self._plans.get(plan.cluster_uid, plan_pb2.Plan())
+        if plan.generation == old.generation and plan != old:
+            harness_faults.record(f"two plans with number {plan.generation}")
+        if plan.generation < old.generation:
+            return control_pb2.ApplyPlanResponse(generation=old.generation, error="older")
+        self._plans[plan.cluster_uid] = self.plan = plan
         return control_pb2.ApplyPlanResponse(generation=plan.generation, is_applied=True)
 
     def GetStatus(self, request: Any, context: Any) -> control_pb2.GetStatusResponse:  # noqa: N802
-        del context
         deadline = time.monotonic() + min(request.timeout_s, 2.0)
         while True:
-            status = self._describe()
+            status = self._describe(self._plans.get(self._clusters.get(context.peer(), ""), self.plan))
             if status.version != request.after_version or time.monotonic() >= deadline:
                 return status
             time.sleep(POLL_S)
 
-    def _describe(self) -> control_pb2.GetStatusResponse:
-        plan = self.plan
+    def _describe(self, plan: plan_pb2.Plan) -> control_pb2.GetStatusResponse:
         parts = {part.engine_id: part for part in plan.engines}
         engines = []
         for uid in self._list_ready() if plan.generation else ():

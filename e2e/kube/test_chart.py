@@ -16,7 +16,7 @@ from testbed.helm import CHART, RELEASE, SYSTEM
 from testbed.settings import ROOT
 
 from sluice_operator.api import names
-from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES
+from sluice_operator.kubernetes.rbac import LEASE_RULES, NODE_RULES, RULES
 from sluice_operator.settings import OperatorSettings, parse_settings
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ def test_the_operator_reads_what_the_chart_writes(helm: Helm) -> None:
         namespace=SYSTEM,
         identity="pod-1",
         watch_namespaces="team-a,team-b",
+        watch_nodes=True,
         lease_name="sluice-operator",
         engine_image="registry.example/engine:1",
         router_image="registry.example/router:1",
@@ -168,6 +169,12 @@ def test_the_cluster_role_has_the_rights_of_the_code(helm: Helm) -> None:
         (SYSTEM, "sluice-operator-lease"): flatten_code(LEASE_RULES),
         ("", "sluice-system:sluice-operator"): flatten_code(RULES),
     }
+
+
+def test_nodes_are_read_in_all_namespaces_or_in_one_where_the_values_say_so(helm: Helm) -> None:
+    grants = find_grants(helm.template({"watchNodes": True}))
+    assert grants["", "sluice-system:sluice-operator:nodes"] == flatten_code(NODE_RULES)
+    assert {namespace for namespace, _ in grants} == {"", SYSTEM}
 
 
 @pytest.mark.parametrize(

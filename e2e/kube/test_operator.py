@@ -20,7 +20,7 @@ from kubectl_cluster import CHILDREN, KubectlCluster, make_manifest, wait_for
 from stand_in_router import StandInRouters, run_stand_in_routers
 from testbed.fake_nodes import is_ready, make_node
 
-from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES
+from sluice_operator.kubernetes.rbac import LEASE_RULES, NODE_RULES, RULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -112,7 +112,9 @@ def make_rules(rules: dict[Any, tuple[str, ...]]) -> list[dict[str, Any]]:
     ]
 
 
-def bind(kind: str, name: str, namespace: str, rules: dict[Any, tuple[str, ...]]) -> list[dict[str, Any]]:
+def bind(
+    kind: str, name: str, namespace: str, rules: dict[Any, tuple[str, ...]], account: str = ""
+) -> list[dict[str, Any]]:
     """Describes a Role or ClusterRole of the operator's service account, and its binding."""
     metadata = {"name": name, **({"namespace": namespace} if kind == "Role" else {})}
     return [
@@ -122,7 +124,7 @@ def bind(kind: str, name: str, namespace: str, rules: dict[Any, tuple[str, ...]]
             "kind": f"{kind}Binding",
             "metadata": metadata,
             "roleRef": {"apiGroup": RBAC, "kind": kind, "name": name},
-            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": SYSTEM}],
+            "subjects": [{"kind": "ServiceAccount", "name": account or name, "namespace": SYSTEM}],
         },
     ]
 
@@ -134,6 +136,7 @@ def make_access(client: Client, testbed: Testbed, name: str, namespace: str = ""
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, "namespace": SYSTEM}},
         *bind("Role", name, SYSTEM, LEASE_RULES),
         *bind("Role" if namespace else "ClusterRole", name, namespace, RULES),
+        *([] if namespace else bind("ClusterRole", f"{name}-nodes", "", NODE_RULES, account=name)),
     )
     content = yaml.safe_load(client.kubeconfig.read_text())
     token = client.kubectl("create", "token", "-n", SYSTEM, name, "--duration=2h").strip()
@@ -144,26 +147,41 @@ def make_access(client: Client, testbed: Testbed, name: str, namespace: str = ""
     return path
 
 
+class Replicas:
+    """Replicas of the operator, with ports and logs of their own.
+
+    Args:
+        client: The administrator.
+        testbed: The cluster.
+    """
+
+    def __init__(self, client: Client, testbed: Testbed) -> None:
+        self._started: list[Operator] = []
+        self._everywhere = make_access(client, testbed, "operator")
+        self._logs = testbed.settings.logs
+
+    def start(self, identity: str, kubeconfig: Path | None = None, **options: str) -> Operator:
+        port, log = FIRST_PORT + len(self._started), self._logs / f"operator-{identity}.log"
+        started = Operator(kubeconfig or self._everywhere, port, log, identity=identity, **options)
+        self._started.append(started)
+        return started
+
+    def end(self) -> None:
+        for operator in self._started:
+            operator.end(signal.SIGKILL)
+
+
 @pytest.fixture(scope="module")
-def start_operator(client: Client, testbed: Testbed) -> Iterator[Callable[..., Operator]]:
-    started: list[Operator] = []
-    everywhere = make_access(client, testbed, "operator")
-
-    def start(identity: str, kubeconfig: Path = everywhere, **options: str) -> Operator:
-        port = FIRST_PORT + len(started)
-        log = testbed.settings.logs / f"operator-{identity}.log"
-        started.append(Operator(kubeconfig, port, log, identity=identity, **options))
-        return started[-1]
-
-    yield start
-    for operator in started:
-        operator.end(signal.SIGKILL)
+def replicas(client: Client, testbed: Testbed) -> Iterator[Replicas]:
+    made = Replicas(client, testbed)
+    yield made
+    made.end()
 
 
 @pytest.fixture(scope="module")
-def operator(start_operator: Callable[..., Operator], routers: StandInRouters) -> Operator:
+def operator(replicas: Replicas, routers: StandInRouters) -> Operator:
     """The replica that leads at first."""
-    started = start_operator("first")
+    started = replicas.start("first", watch_nodes="true")
     wait_for(lambda: started.leads, "a leader")
     return started
 
@@ -223,6 +241,23 @@ def test_engines_leave_only_when_they_are_drained(cluster: Cluster, routers: Sta
     assert set(cluster.engines) == before - draining
     cluster.wait("Progressing", "Settled")
     assert cluster.roles == ["d-heavy", "p-heavy"]
+
+
+def test_an_engine_leaves_a_node_that_is_cordoned_and_comes_back(
+    cluster: Cluster, client: Client, routers: StandInRouters
+) -> None:
+    before = set(cluster.engines)
+    client.kubectl("cordon", "open")
+    try:
+        draining = wait_for(lambda: routers.draining, "the plan to reach the routers")
+        assert len(draining) == 1
+        cluster.wait("Progressing", "Draining")
+        assert [part.role for part in routers.plan.engines if not part.is_draining].count(1) in (1, 2)
+    finally:
+        client.kubectl("uncordon", "open")
+    wait_for(lambda: not routers.draining, "its return")
+    cluster.wait("Progressing", "Settled")
+    assert set(cluster.engines) == before
 
 
 def test_a_rollout_that_cannot_progress_stops_and_can_be_reverted(cluster: Cluster) -> None:
@@ -397,9 +432,9 @@ def test_a_cluster_recreated_under_its_old_name_gets_new_objects(cluster: Cluste
 
 
 def test_the_next_replica_leads_after_the_leader_stops_or_is_killed(
-    cluster: Cluster, operator: Operator, start_operator: Callable[..., Operator]
+    cluster: Cluster, operator: Operator, replicas: Replicas
 ) -> None:
-    second = start_operator("second")
+    second = replicas.start("second")
     wait_for(lambda: second.read("/readyz") == "ok\n", "the second replica")
     assert not second.leads
     versions = cluster.versions()
@@ -410,7 +445,7 @@ def test_the_next_replica_leads_after_the_leader_stops_or_is_killed(
     wait_for(lambda: ("get", "servingclusters", "200") in second.calls(), "a reconcile")
     time.sleep(1)
     assert cluster.versions() == versions
-    third = start_operator("third")
+    third = replicas.start("third")
     second.end(signal.SIGKILL)
     cluster.edit(prefillHeavy=3)
     wait_for(lambda: third.leads, "the third one as leader")
@@ -420,10 +455,11 @@ def test_the_next_replica_leads_after_the_leader_stops_or_is_killed(
 
 
 def test_an_operator_for_one_namespace_needs_no_rights_elsewhere(
-    cluster: Cluster, client: Client, testbed: Testbed, namespace: str, start_operator: Callable[..., Operator]
+    cluster: Cluster, client: Client, testbed: Testbed, namespace: str, replicas: Replicas
 ) -> None:
     kubeconfig = make_access(client, testbed, "narrow", namespace)
-    narrow = start_operator("narrow", kubeconfig, watch_namespaces=namespace, lease_name="narrow")
+    options = {"watch_namespaces": namespace, "lease_name": "narrow", "watch_nodes": "true"}
+    narrow = replicas.start("narrow", kubeconfig, **options)
     wait_for(lambda: narrow.leads, "the operator for one namespace")
     versions = cluster.versions()
     wait_for(lambda: ("get", "servingclusters", "200") in narrow.calls(), "a reconcile")
@@ -431,7 +467,9 @@ def test_an_operator_for_one_namespace_needs_no_rights_elsewhere(
     cluster.wait("Progressing", "Settled")
     assert cluster.versions() != versions
     assert "sluice_operator_clusters 1.0" in narrow.read("/metrics")
-    assert not any(status == "403" for _, _, status in narrow.calls())
+    # Nodes are what it may not read, and it goes on without.
+    assert {call for call in narrow.calls() if call[2] == "403"} == {("list", "nodes", "403")}
+    assert "nodes are not watched" in narrow.log.read_text()
     assert narrow.end(signal.SIGTERM) == 0
     assert '"ERROR"' not in narrow.log.read_text()
 
@@ -447,3 +485,34 @@ def test_the_operator_survives_a_restart_of_the_control_plane(program: str, clus
     wait_for(lambda: cluster.roles == ["d-heavy"] + ["p-heavy"] * 3, "the roles")
     cluster.wait("Progressing", "Settled")
     assert set(cluster.engines) == before
+
+
+def test_three_clusters_take_the_images_of_a_new_operator_one_after_the_other(
+    client: Client, routers: StandInRouters, replicas: Replicas, make_namespace: Callable[[str], str]
+) -> None:
+    replicas.end()
+    old = replicas.start("old")
+    clusters = [Cluster(client, make_namespace("restricted")) for _ in range(3)]
+    for each in clusters:
+        each.edit(replicas=2)
+    for each in clusters:
+        each.wait("Progressing", "Settled")
+    before = [set(each.engines) for each in clusters]
+    assert old.end(signal.SIGTERM) == 0
+    replicas.start("new", engine_image="sluice-engine:9")
+    seen: list[list[int]] = []
+
+    def is_over() -> bool:
+        """Counts the new engines of each cluster."""
+        begun = [len(set(each.engines) - known) for each, known in zip(clusters, before, strict=True)]
+        seen.extend([] if begun in seen else [begun])
+        return begun == [2, 2, 2]
+
+    wait_for(is_over, "the new image everywhere")
+    print(f"new engines of each cluster: {seen}")
+    assert len(seen) >= 6
+    assert all(begun.count(1) <= 1 for begun in seen)
+    for each in clusters:
+        each.wait("Progressing", "Settled")
+        assert {pod["spec"]["containers"][0]["image"] for pod in each.engines.values()} == {"sluice-engine:9"}
+        each.kubectl("delete", "slc", "tiny")

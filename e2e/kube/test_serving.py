@@ -13,6 +13,7 @@ import os
 import random
 import statistics
 import time
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,10 @@ from pod_streams import stream_while
 from release import DEFINITION, RESTRICTED, Release, make_next_chart
 from test_exactness import check
 from testbed.helm import CHART, SYSTEM
+from testbed.settings import NODE_NAME
 from workload import Request, make_prompt
 
-from sluice.v1 import plan_pb2, router_pb2
+from sluice.v1 import control_pb2, plan_pb2, router_pb2
 from sluice_operator.api.names import CONTROL_PORT, ENGINE_PORT
 
 if TYPE_CHECKING:
@@ -286,24 +288,46 @@ async def test_streams_of_a_killed_router_end_with_an_error_and_others_go_on(clu
     print(f"killed a router pod: {dict(fared)}")
 
 
-async def test_clients_do_not_notice_evictions_one_at_a_time(cluster: PodCluster, known: Known) -> None:
-    before = {pod["metadata"]["name"] for pod in cluster.engines.values()}
-    first, second = sorted(before)
+async def test_clients_do_not_notice_the_drain_of_a_node(cluster: PodCluster, known: Known) -> None:
+    before = {uid: pod["metadata"]["name"] for uid, pod in cluster.engines.items()}
 
     def act() -> None:
-        assert cluster.evict(first) == 201
-        # The disruption budget allows one eviction at a time.
-        assert cluster.evict(second) == 429
-        wait_for(lambda: cluster.evict(second) == 201, "the turn of the second engine", cluster.patience_s)
-        cluster.wait_for(lambda: not before & names(cluster), "the end of both")
+        # As Karpenter does: the node says that it goes, then its pods are evicted as the disruption budget allows.
+        with tainted(cluster.client, "karpenter.sh/disrupted"):
+            leaving = cluster.wait_for(lambda: find_drained(cluster), "an engine that has handed its work over")
+            (staying,) = before.keys() - leaving
+            assert set(cluster.engines) == before.keys()
+            cluster.wait("Progressing", "Draining")
+            effective = cluster.read("slc/tiny")["status"]["effective"]
+            assert (effective["prefillHeavy"] + effective["decodeHeavy"], effective["draining"]) == (1, 1)
+            assert cluster.evict(before[leaving.pop()]) == 201
+            assert cluster.evict(before[staying]) == 429
+        # The successor needs a node that takes pods. This grace is shorter than a drain may be, as where a node ends.
+        wait_for(lambda: cluster.evict(before[staying], grace_s=20) == 201, "the other one's turn", cluster.patience_s)
+        cluster.wait_for(lambda: not before.keys() & set(cluster.engines), "the end of both")
         cluster.wait_ready("engine")
 
     _, fared = await stream_while(cluster, known, act)
-    print(f"evicted both engines: {dict(fared)}")
+    print(f"drained the node of both engines: {dict(fared)}")
 
 
-def names(cluster: PodCluster) -> set[str]:
-    return {pod["metadata"]["name"] for pod in cluster.engines.values()}
+@contextmanager
+def tainted(client: Client, key: str) -> Iterator[None]:
+    """Keeps new pods off this machine, for the length of the block."""
+    client.kubectl("taint", "node", NODE_NAME, f"{key}:NoSchedule")
+    try:
+        yield
+    finally:
+        client.kubectl("taint", "node", NODE_NAME, f"{key}:NoSchedule-")
+
+
+def find_drained(cluster: PodCluster) -> set[str]:
+    """Finds engines that have drained, by every router."""
+    drained = [
+        {engine.engine_id for engine in status.engines if engine.state == control_pb2.ENGINE_STATE_DRAINED}
+        for status in cluster.statuses()
+    ]
+    return set.intersection(*drained) if drained else set()
 
 
 def keep_one(pods: set[tuple[str, ...]]) -> set[tuple[str, ...]]:

@@ -25,6 +25,9 @@ class OperatorSettings(BaseModel):
         default_factory=socket.gethostname, description="name of this replica, unique among them; the pod's"
     )
     watch_namespaces: str = Field(default="", description="namespaces to work in, by comma; all when empty")
+    watch_nodes: bool = Field(
+        default=False, description="reads nodes, so that engines leave those that are drained before their pods end"
+    )
     lease_name: str = Field(default="sluice-operator", description="Lease by which replicas elect a leader")
     engine_image: str = Field(default="sluice-engine:0.1.0", description="engine image of clusters that name none")
     router_image: str = Field(default="sluice-router:0.1.0", description="router image of clusters that name none")

@@ -10,6 +10,7 @@ from fake_routers import FakeRouters
 from sluice_operator.api.names import COMPONENT_LABEL, ENGINE, ROLE_LABEL, ClusterKey
 from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS, DEPLOYMENTS, PODS, KubernetesError, Object
+from sluice_operator.planning.node_notices import NodeNotices
 from sluice_operator.planning.plan import read_plan
 from sluice_operator.settings import OperatorSettings
 
@@ -32,6 +33,7 @@ class World:
         self.routers = FakeRouters(self.kubernetes)
         self.settings = OperatorSettings(identity="a", namespace="sluice-system")
         self.now = 1000.0
+        self.notices = NodeNotices()
         # Clusters that were enqueued, and what runs searches for sliders.
         self.enqueued: list[ClusterKey] = []
         self.run_search: RunSearch | None = None
@@ -52,6 +54,7 @@ class World:
             now_text=lambda: f"t{self.now:.0f}",
             wall_s=lambda: self.now,
             enqueue=self.enqueued.append,
+            notices=self.notices,
             run_search=self._run_search,
             run_capacity_search=self._run_capacity_search,
         )

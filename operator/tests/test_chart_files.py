@@ -22,7 +22,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboar
 
 from sluice_engine.server.metrics import EngineCollector
 from sluice_operator.api.condition_types import REASONS, ConditionType
-from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES
+from sluice_operator.kubernetes.rbac import LEASE_RULES, NODE_RULES, RULES
 from sluice_operator.metrics import CONDITION_LABELS, OperatorMetrics
 from sluice_operator.settings import OperatorSettings
 from sluice_router.api.edge_metrics import EdgeMetrics
@@ -187,6 +187,7 @@ def test_every_value_has_a_schema_and_a_default() -> None:
         ("extraEnv", [{"name": "SLUICE_OPERATOR_NAMESPACE", "value": "kube-system"}]),
         ("extraEnv", {"HTTPS_PROXY": "http://proxy"}),
         ("watchAllNamespaces", "yes"),
+        ("watchNodes", "yes"),
         ("networkPolicy.egress.apiServerPorts", []),
         ("networkPolicy.egress.apiServerCIDRs", ["10.0.0.1"]),
         ("nodeSelector", {"gpu": True}),
@@ -281,9 +282,10 @@ def flatten_file(rules: list[dict[str, list[str]]]) -> set[tuple[str, str, str]]
 
 def test_rights_are_those_of_the_code_and_no_others() -> None:
     access = yaml.safe_load((CHART / "files" / "access.yaml").read_text())
-    assert set(access) == {"clusters", "lease"}
+    assert set(access) == {"clusters", "lease", "nodes"}
     assert flatten_file(access["clusters"]) == flatten_code(RULES)
     assert flatten_file(access["lease"]) == flatten_code(LEASE_RULES)
+    assert flatten_file(access["nodes"]) == flatten_code(NODE_RULES)
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)

@@ -26,7 +26,7 @@ from sluice_operator.controller import manager
 from sluice_operator.controller.informer import Informer, find_key, make_settings
 from sluice_operator.controller.manager import STATUS_DEBOUNCE_S, Operator, StoppedError
 from sluice_operator.health import MAX_QUEUE_AGE_S, Health
-from sluice_operator.kubernetes.interface import CLUSTERS, DEPLOYMENTS, BusyError, ForbiddenError, LeaseLostError
+from sluice_operator.kubernetes.interface import CLUSTERS, DEPLOYMENTS, NODES, BusyError, ForbiddenError, LeaseLostError
 from sluice_operator.kubernetes.rbac import WATCHED
 from sluice_operator.logs import ObjectFilter, current_object, make_formatter
 from sluice_operator.metrics import OperatorMetrics
@@ -81,7 +81,7 @@ async def test_events_are_taken_on_the_event_loop() -> None:
     assert len(handlers) == len(WATCHED)
     body = {"kind": "ServingCluster", "metadata": {"name": "c", "namespace": "n"}}
     for handler in handlers:
-        await invoke(handler.fn, kwargs={"body": body})
+        await invoke(handler.fn, kwargs={"body": body, "type": "ADDED"})
     assert taken == [(ClusterKey("n", "c"), threading.current_thread())] * len(WATCHED)
 
 
@@ -118,6 +118,17 @@ def test_a_watch_logs_in_as_the_pod_or_else_by_the_kubeconfig(
     monkeypatch.setattr(kopf, "login_with_service_account", lambda **given: ("pod", given) if is_in_pod else None)
     monkeypatch.setattr(kopf, "login_with_kubeconfig", lambda **given: ("kubeconfig", given))
     assert login.fn(logger="l") == ("pod" if is_in_pod else "kubeconfig", {"logger": "l"})
+
+
+async def test_nodes_are_watched_where_somebody_takes_them() -> None:
+    taken: list[tuple[str, str | None]] = []
+    informer = Informer(handle_event=lambda *_: None, now=lambda: 5.0)
+    informer.handle_node = lambda body, kind: taken.append((body["metadata"]["name"], kind))
+    handlers = informer._make_registry()._watching.get_all_handlers()
+    assert len(handlers) == len(WATCHED) + 1
+    for kind in (None, "MODIFIED", "DELETED"):
+        await invoke(handlers[-1].fn, kwargs={"body": {"kind": NODES.name, "metadata": {"name": "n"}}, "type": kind})
+    assert taken == [("n", None), ("n", "MODIFIED"), ("n", "DELETED")]
 
 
 def test_only_objects_of_ours_are_watched_and_nothing_is_written() -> None:
@@ -311,6 +322,7 @@ class StandInInformer:
     """Finds one cluster, and nothing afterwards."""
 
     last_event_s = 0.0
+    handle_node = None
 
     def __init__(self, operator: Operator) -> None:
         self.operator = operator
@@ -344,6 +356,40 @@ async def test_a_cluster_is_reconciled_until_the_process_stops_and_gives_its_lea
         await operator.run()
     assert {item["metadata"]["name"] for item in kubernetes.select(DEPLOYMENTS)} == {"tiny-engine", "tiny-router"}
     assert operator._elector.is_released
+
+
+@pytest.mark.parametrize("error", [None, ForbiddenError("403"), BusyError("503")], ids=["read", "forbidden", "busy"])
+async def test_nodes_are_read_before_the_first_reconcile(
+    operator: Operator, caplog: pytest.LogCaptureFixture, error: Exception | None
+) -> None:
+    operator._settings = operator._settings.model_copy(update={"watch_nodes": True})
+    kubernetes = operator._kubernetes
+    cordoned = {"apiVersion": "v1", "kind": NODES.name, "metadata": {"name": "n1", "namespace": ""}}
+    kubernetes.put({**cordoned, "spec": {"unschedulable": True}})
+    calls: list[tuple[str, str]] = []
+
+    def fail(verb: str, plural: str) -> None:
+        calls.append((verb, plural))
+        if plural == NODES.plural and error is not None:
+            raise error
+
+    def stop(verb: str, plural: str) -> None:
+        if (verb, plural) == ("patch_status", "servingclusters"):
+            operator._stop.set()
+
+    kubernetes.before, kubernetes.after = fail, stop
+    async with asyncio.timeout(20):
+        await operator.run()
+    assert calls[:2] == [("discover", "servingclusters"), ("list", "nodes")]
+    assert (operator._notices.find("n1") is not None) == (error is None)
+    # Without the right, nodes are not watched; everything else goes on.
+    assert (operator._informer.handle_node is None) == isinstance(error, ForbiddenError)
+    assert ("nodes" in caplog.text) == (error is not None)
+    if error is None:
+        operator._handle_event(KEY, {"kind": "Pod", "metadata": {}, "spec": {"nodeName": "n1"}})
+        operator._queue.finish(KEY)
+        operator._informer.handle_node(cordoned, "DELETED")
+        assert len(operator._queue) == 1
 
 
 async def test_a_process_without_the_lease_writes_nothing_and_ends(operator: Operator) -> None:

@@ -7,7 +7,7 @@ from fake_kubernetes import FakeKubernetes
 
 from sluice_operator.controller.leader_election import LeaderElector
 from sluice_operator.kubernetes.interface import CLUSTERS, KINDS, SERVICES
-from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES, WATCHED
+from sluice_operator.kubernetes.rbac import LEASE_RULES, NODE_RULES, RULES, WATCHED
 
 # RBAC verbs of each verb of the port. Discovery is open to everybody who is authenticated.
 VERBS = {
@@ -73,6 +73,7 @@ async def test_the_rights_to_the_lease_are_those_that_are_used() -> None:
 
 
 def test_nothing_dangerous_is_among_them() -> None:
+    assert flatten(NODE_RULES) == {("nodes", "", "list"), ("nodes", "", "watch")}
     rights = flatten(RULES) | flatten(LEASE_RULES)
     plurals = {plural for plural, _, _ in rights}
     assert plurals <= {kind.plural for kind in KINDS.values()}

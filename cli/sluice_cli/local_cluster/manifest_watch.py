@@ -23,7 +23,7 @@ SETTLE_MS = 100
 POLL_MS = 1000
 # What only pods follow.
 IGNORED_FIELDS = ("spec.rollout.maxUnavailable", "spec.rollout.maxSurge", "spec.rollout.gate")
-IGNORED = "ignored: local engines restart one at a time"
+IGNORED = "ignored: local engines restart one at a time, whatever is measured"
 
 
 async def follow_manifest(

@@ -142,12 +142,8 @@ def _describe_progress(inputs: StatusInputs) -> tuple[bool, Reason, str]:  # noq
     if rolling and blockers:
         advice = "the other pods keep serving; revert the spec or fix it"
         return False, Reason.ROLLOUT_STOPPED, f"{blockers[0].message}; {advice}"
-    if inputs.scale.undrained:
-        return (
-            True,
-            Reason.DRAINING,
-            f"{len(inputs.scale.undrained)} engines hand over their work before they are removed",
-        )
+    if drains := _describe_drains(inputs):
+        return True, Reason.DRAINING, drains
     if (not inputs.num_engines_ready and not _wants_none(inputs)) or not inputs.num_routers_ready:
         return True, Reason.STARTING, "waits for the first engine and router"
     if found := _describe_rollout(rolling, inputs.cluster, inputs.rollout.state):
@@ -170,6 +166,14 @@ def _describe_progress(inputs: StatusInputs) -> tuple[bool, Reason, str]:  # noq
         return False, Reason.UPGRADE_WAITING, inputs.waiting_upgrade
     accepted_last = " that was accepted last; see SpecValid" if inputs.refusal else ""
     return False, Reason.SETTLED, f"everything matches the spec{accepted_last}"
+
+
+def _describe_drains(inputs: StatusInputs) -> str:
+    """Describes which engines hand their work over, and why; empty: none does."""
+    if inputs.scale.undrained:
+        return f"{len(inputs.scale.undrained)} engines hand over their work before they are removed"
+    reasons = sorted(set(inputs.leaving.values()))
+    return f"{len(inputs.leaving)} engines have no new work until their pods end: {reasons[0]}" if reasons else ""
 
 
 def _describe_rollout(

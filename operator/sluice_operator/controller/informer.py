@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import kopf
 
 from sluice_operator.api.names import CLUSTER_LABEL, MANAGED_BY_LABEL, MANAGER, ClusterKey
-from sluice_operator.kubernetes.interface import CLUSTERS
+from sluice_operator.kubernetes.interface import CLUSTERS, NODES
 from sluice_operator.kubernetes.rbac import WATCHED
 
 if TYPE_CHECKING:
@@ -35,12 +35,14 @@ class Informer:
 
     Args:
         handle_event: Called with the key of the cluster that an event is about, and the object.
+        handle_node: Called with a node and the kind of the event; None: nodes are not watched.
         now: Monotonic seconds.
         last_event_s: When the last event came, on that clock.
     """
 
     handle_event: Callable[[ClusterKey, Mapping[str, Any]], None]
     now: Callable[[], float]
+    handle_node: Callable[[Mapping[str, Any], str | None], None] | None = None
     last_event_s: float = 0.0
 
     async def run(self, namespaces: Sequence[str], is_ready: asyncio.Event) -> None:
@@ -59,9 +61,18 @@ class Informer:
             ready_flag=is_ready,
         )
 
-    def take(self, body: Mapping[str, Any]) -> None:
-        """Handles one event."""
+    def take(self, body: Mapping[str, Any], kind: str | None = None) -> None:
+        """Handles one event.
+
+        Args:
+            body: The object.
+            kind: ADDED, MODIFIED or DELETED; None where it was listed.
+        """
         self.last_event_s = self.now()
+        if body.get("kind") == NODES.name:
+            assert self.handle_node is not None, "nodes are not watched"
+            self.handle_node(body, kind)
+            return
         key = find_key(body)
         if key is not None:
             self.handle_event(key, body)
@@ -71,14 +82,14 @@ class Informer:
 
         # kopf swallows what handlers raise; this one only reads two fields. It is a coroutine because kopf calls plain
         # functions in threads, and the queue belongs to the event loop.
-        async def on_event(body: kopf.Body, **_: Any) -> None:
-            self.take(body)
+        async def on_event(body: kopf.Body, type: str | None, **_: Any) -> None:  # noqa: A002 - kopf's name
+            self.take(body, type)
 
         def login(**arguments: Any) -> kopf.ConnectionInfo | None:
             return kopf.login_with_service_account(**arguments) or kopf.login_with_kubeconfig(**arguments)
 
         kopf.on.login(registry=registry)(login)
-        for kind in WATCHED:
+        for kind in (*WATCHED, NODES) if self.handle_node else WATCHED:
             kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=f"enqueue-{kind.plural}")(
                 on_event
             )

@@ -27,11 +27,19 @@ from sluice_operator.health import Health
 from sluice_operator.kubernetes.client import KubernetesClient, load_configuration
 from sluice_operator.kubernetes.fencing import LeaseFence
 from sluice_operator.kubernetes.interceptors import InterceptedKubernetes
-from sluice_operator.kubernetes.interface import CLUSTERS, KubernetesError, LeaseLostError
+from sluice_operator.kubernetes.interface import (
+    CLUSTERS,
+    NODES,
+    PODS,
+    ForbiddenError,
+    KubernetesError,
+    LeaseLostError,
+)
 from sluice_operator.kubernetes.own_writes import OwnWrites
 from sluice_operator.kubernetes.retry import Retry
 from sluice_operator.logs import current_object
 from sluice_operator.metrics import OperatorMetrics
+from sluice_operator.planning.node_notices import NodeNotices
 from sluice_operator.routers.connections import RouterConnections
 
 if TYPE_CHECKING:
@@ -40,6 +48,7 @@ if TYPE_CHECKING:
 
     from sluice.v1 import control_pb2
     from sluice_operator.api.names import ClusterKey
+    from sluice_operator.kubernetes.interface import Kubernetes
     from sluice_operator.settings import OperatorSettings
 
 logger = logging.getLogger(__name__)
@@ -85,6 +94,7 @@ class Operator:
         self._known_keys: set[ClusterKey] = set()
         self._own_writes = OwnWrites()
         self._event_filter = EventFilter(self._queue, self._own_writes)
+        self._notices = NodeNotices()
         self._informer = Informer(handle_event=self._handle_event, now=time.monotonic)
         self._is_watching = asyncio.Event()
         self._connections: RouterConnections | None = None
@@ -145,8 +155,11 @@ class Operator:
                 enqueue=self._queue.add,
                 is_edited=self._event_filter.is_edited,
                 own_writes=self._own_writes,
+                notices=self._notices,
                 record_conditions=self._metrics.record_conditions,
             )
+            if self._settings.watch_nodes:
+                await self._read_nodes(kubernetes)
             for number in range(self._settings.workers):
                 group.create_task(self._run_worker(reconciler), name=f"worker {number}")
             group.create_task(self._resync(), name="resync")
@@ -166,6 +179,22 @@ class Operator:
             except KubernetesError as error:
                 logger.warning("the API server does not answer yet: %s", error)
                 await asyncio.sleep(1.0)
+
+    async def _read_nodes(self, kubernetes: Kubernetes) -> None:
+        """Reads all nodes before the first reconcile, which would take back what a former leader planned for them."""
+        try:
+            for node in await kubernetes.list(NODES, "", {}):
+                self._notices.take_node(node)
+        except ForbiddenError as error:
+            logger.warning("nodes are not watched, so engines leave them once their pods are ended: %s", error)
+            return
+        except KubernetesError as error:
+            logger.warning("nodes could not be read, and are watched all the same: %s", error)
+        self._informer.handle_node = self._handle_node
+
+    def _handle_node(self, node: Mapping[str, Any], kind: str | None) -> None:
+        for key in self._notices.take_node(node, is_gone=kind == "DELETED"):
+            self._queue.add(key)
 
     async def _run_worker(self, reconciler: Reconciler) -> None:
         while True:
@@ -211,6 +240,8 @@ class Operator:
 
     def _handle_event(self, key: ClusterKey, body: Mapping[str, Any]) -> None:
         self._known_keys.add(key)
+        if body.get("kind") == PODS.name:
+            self._notices.take_pod(key, body)
         self._event_filter.handle_event(key, body)
 
     def _is_ready(self) -> bool:

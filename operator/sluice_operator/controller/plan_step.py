@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
@@ -12,19 +12,24 @@ from sluice_operator.autoscaling.scaler import ScalerInputs, apply_replicas
 from sluice_operator.autotune.tuner import TunerInputs
 from sluice_operator.controller.rollout_step import SwitchOutcome, switch_models
 from sluice_operator.kubernetes.interface import CONFIG_MAPS, uid_of
+from sluice_operator.planning.leaving_engines import choose_leaving
 from sluice_operator.planning.plan import StoredPlan, make_plan, read_plan, resolve_revisions
 from sluice_operator.planning.plan_store import store_plan
 from sluice_operator.planning.scale_down import ScaleDecision, decide_scale
 from sluice_operator.resources.apply import ChildApplier
-from sluice_operator.routers.engine_reports import has_acknowledged
+from sluice_operator.routers.engine_reports import count_loads, has_acknowledged
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from sluice_core.records import EngineId
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.controller.cluster_state import ClusterState
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
     from sluice_operator.controller.preconditions import SpecVerdict
     from sluice_operator.kubernetes.interface import Kubernetes, Object
     from sluice_operator.kubernetes.own_writes import OwnWrites
+    from sluice_operator.planning.node_notices import NodeNotices
     from sluice_operator.resources.pods.pod_status import Failure
 
 # An engine ends its own drain by its timeout; the routers' reports of that may be late.
@@ -40,6 +45,7 @@ class PlanOutcome:
         scale: The number of engines, and who leaves.
         stored: The plan that is stored by now.
         models: What was decided about the models; None: there is no spec to go by.
+        leaving: Why engines leave with their nodes.
         is_new: Whether this reconcile stored it.
         failures: Why it could not be stored.
     """
@@ -48,6 +54,7 @@ class PlanOutcome:
     scale: ScaleDecision
     stored: StoredPlan
     models: SwitchOutcome | None = None
+    leaving: Mapping[EngineId, str] = field(default_factory=dict)
     is_new: bool = False
     failures: tuple[Failure, ...] = ()
 
@@ -61,6 +68,7 @@ async def reconcile_plan(
     *,
     stored: StoredPlan,
     state: ClusterState,
+    notices: NodeNotices,
     now: float,
     wall_s: float,
 ) -> PlanOutcome:
@@ -74,6 +82,7 @@ async def reconcile_plan(
         reported: What the routers say.
         stored: What is stored.
         state: The cluster's state; its tuner and drain times are updated.
+        notices: What nodes announce.
         now: Monotonic seconds.
         wall_s: The time, in seconds since 1970.
 
@@ -84,14 +93,22 @@ async def reconcile_plan(
     if cluster is None:
         return PlanOutcome(cluster=None, scale=ScaleDecision(replicas=0), stored=stored)
     cluster = _size(cluster, observed, reported, stored, state)
-    effective = _tune(cluster, observed, reported, stored, state)
-    scale = _scale(effective, observed, reported, stored, state=state, now=now, wall_s=wall_s)
     models = switch_models(cluster, observed, stored)
-    new = _make_plan(effective, verdict, observed, reported, stored=stored, state=state, scale=scale, models=models)
+    leaving = choose_leaving(
+        observed.engines,
+        notices,
+        replicas=cluster.spec.replicas,
+        draining=stored.draining,
+        loads=count_loads(reported.reports),
+        find_model=models.switch.find_model,
+    )
+    effective = _tune(cluster, observed, reported, stored, state, leaving=leaving)
+    scale = _scale(effective, observed, reported, stored, state=state, leaving=leaving, now=now, wall_s=wall_s)
+    outcome = PlanOutcome(cluster=cluster, scale=scale, stored=stored, models=models, leaving=leaving)
+    new = _make_plan(effective, verdict, observed, reported, stored=stored, state=state, decided=outcome, models=models)
     if new == stored:
-        return PlanOutcome(cluster=cluster, scale=scale, stored=stored, models=models)
-    applier = ChildApplier(kubernetes, cluster, observed.live)
-    return await _replace_plan(applier, own_writes, observed, stored, new, cluster=cluster, scale=scale, models=models)
+        return outcome
+    return await _replace_plan(ChildApplier(kubernetes, cluster, observed.live), own_writes, observed, new, outcome)
 
 
 def _make_plan(
@@ -102,7 +119,7 @@ def _make_plan(
     *,
     stored: StoredPlan,
     state: ClusterState,
-    scale: ScaleDecision,
+    decided: PlanOutcome,
     models: SwitchOutcome,
 ) -> StoredPlan:
     """Makes what is to be stored, the tuner's sliders and what the models' revisions are resolved to included."""
@@ -110,7 +127,7 @@ def _make_plan(
         effective,
         stored,
         observed.engines,
-        victims=scale.victims,
+        victims=decided.scale.victims | decided.leaving.keys(),
         reports=reported.reports,
         statuses=reported.statuses.values(),
         switch=models.switch,
@@ -130,21 +147,15 @@ async def _replace_plan(
     applier: ChildApplier,
     own_writes: OwnWrites,
     observed: ObservedState,
-    stored: StoredPlan,
     new: StoredPlan,
-    *,
-    cluster: ServingCluster,
-    scale: ScaleDecision,
-    models: SwitchOutcome,
+    outcome: PlanOutcome,
 ) -> PlanOutcome:
     """Stores a plan in place of another one, and says what became of it."""
     is_stored = await store_plan(applier, _find_config_map(observed), new, own_writes)
-    return PlanOutcome(
-        cluster=cluster,
-        scale=scale,
-        stored=new if is_stored else stored,
-        models=models,
-        is_new=is_stored and new.plan != stored.plan,
+    return replace(
+        outcome,
+        stored=new if is_stored else outcome.stored,
+        is_new=is_stored and new.plan != outcome.stored.plan,
         failures=tuple(applier.failures),
     )
 
@@ -186,13 +197,15 @@ def _tune(
     reported: ObservedRouters,
     stored: StoredPlan,
     state: ClusterState,
+    *,
+    leaving: Collection[EngineId],
 ) -> ServingCluster:
     """Returns the cluster with the sliders that are to be in force: the spec's, or the tuner's."""
     state.tuner_inputs = TunerInputs(
         cluster=cluster,
         statuses=list(reported.statuses.values()),
         counts=state.window.total,
-        is_settled=is_settled(cluster, observed, stored, reported),
+        is_settled=not leaving and is_settled(cluster, observed, stored, reported),
         stored=stored.tuned,
         sized=state.scaler.find_sliders(cluster.spec.replicas),
     )
@@ -208,6 +221,7 @@ def _scale(
     stored: StoredPlan,
     *,
     state: ClusterState,
+    leaving: Collection[EngineId],
     now: float,
     wall_s: float,
 ) -> ScaleDecision:
@@ -231,6 +245,7 @@ def _scale(
         num_prefill_heavy=resolve_sliders(cluster.spec).num_prefill_heavy,
         reports={name: replace(report, is_drained=report.is_drained and has_plan) for name, report in reports},
         drain_expired={engine_id for engine_id, since_s in started.items() if now - since_s >= limit_s},
+        leaving=leaving,
     )
     state.drain_started_s = {engine_id: started.get(engine_id, now) for engine_id in scale.victims}
     return scale

@@ -27,6 +27,7 @@ from sluice_operator.controller.status_inputs import StatusInputs, is_rolling, i
 from sluice_operator.controller.status_step import MEASURE_INTERVAL_S, RecordConditions, StatusWriter
 from sluice_operator.kubernetes.interface import CLUSTERS, ForbiddenError, uid_of
 from sluice_operator.kubernetes.own_writes import OwnWrites
+from sluice_operator.planning.node_notices import NodeNotices
 from sluice_operator.planning.rollout_gate import GateDecision
 from sluice_operator.planning.upgrades import UPGRADE_ALLOWED, UpgradePlaces
 from sluice_operator.resources.default_images import DefaultImages, keep_default_images
@@ -85,6 +86,7 @@ class Reconciler:
         run_capacity_search: Runs searches for what fleets of several sizes serve; None: the same.
         is_edited: Whether a cluster changed since its present reconcile began, so that the next one is waiting.
         own_writes: Records writes whose events need no reconcile.
+        notices: What nodes announce; None: they are not watched.
         record_conditions: Takes the conditions of a cluster, for metrics; none when it is gone.
     """
 
@@ -102,6 +104,7 @@ class Reconciler:
         run_capacity_search: RunCapacitySearch | None = None,
         is_edited: Callable[[ClusterKey], bool] = lambda _: False,
         own_writes: OwnWrites | None = None,
+        notices: NodeNotices | None = None,
         record_conditions: RecordConditions = lambda *_: None,
     ) -> None:
         self._kubernetes = kubernetes
@@ -117,6 +120,7 @@ class Reconciler:
         )
         self._is_edited = is_edited
         self._own_writes = own_writes or OwnWrites()
+        self._notices = notices or NodeNotices()
         self._record_conditions = record_conditions
         self._status = StatusWriter(
             kubernetes,
@@ -172,6 +176,7 @@ class Reconciler:
             reported,
             stored=stored,
             state=state,
+            notices=self._notices,
             now=self._now(),
             wall_s=self._wall_s(),
         )
@@ -296,6 +301,7 @@ class Reconciler:
             routers=observed.routers,
             deployments={component: found for component, found in deployments.items() if found},
             scale=planned.scale,
+            leaving=planned.leaving,
             plan=planned.stored.plan,
             reports=reported.reports,
             statuses=reported.statuses,

@@ -97,12 +97,13 @@ def _render_effective(inputs: StatusInputs, old: Object) -> Object:
     plan = inputs.plan
     if plan is None or not inputs.statuses:
         return old
-    staying = [report for engine, report in inputs.reports.items() if engine not in inputs.scale.victims]
+    gone = inputs.scale.victims | inputs.leaving.keys()
+    staying = [report for engine, report in inputs.reports.items() if engine not in gone]
     counts = {role: sum(report.role is role for report in staying) for role in Role}
     effective: Object = {
         "prefillHeavy": counts[Role.PREFILL_HEAVY],
         "decodeHeavy": counts[Role.DECODE_HEAVY],
-        "draining": len(inputs.scale.victims),
+        "draining": len(gone),
     }
     if all(status.generation >= plan.generation for status in inputs.statuses.values()):
         effective["strategy"] = get_strategy(plan.strategy).title

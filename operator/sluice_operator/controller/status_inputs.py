@@ -50,6 +50,7 @@ class StatusInputs:
         routers: Router pods.
         deployments: Deployments of engines and routers, by component, as far as they exist.
         scale: What was decided about the number of engines.
+        leaving: Why engines leave with their nodes.
         plan: The plan that is stored; None: none yet.
         reports: What routers say of the engines.
         statuses: Newest status of each router that answers.
@@ -72,6 +73,7 @@ class StatusInputs:
     routers: tuple[Pod, ...] = ()
     deployments: Mapping[str, Object] = field(default_factory=dict)
     scale: ScaleDecision = field(default_factory=lambda: ScaleDecision(replicas=0))
+    leaving: Mapping[EngineId, str] = field(default_factory=dict)
     plan: plan_pb2.Plan | None = None
     reports: Mapping[EngineId, EngineReport] = field(default_factory=dict)
     statuses: Mapping[str, control_pb2.GetStatusResponse] = field(default_factory=dict)

@@ -189,7 +189,9 @@ METHODS = {
 
 
 def _locate(kind: Kind, namespace: str, name: str = "") -> str:
-    return f"{kind.root}/namespaces/{namespace}/{kind.plural}" + (f"/{name}" if name else "")
+    # Nodes have no namespace.
+    place = f"/namespaces/{namespace}" if namespace else ""
+    return f"{kind.root}{place}/{kind.plural}" + (f"/{name}" if name else "")
 
 
 def _read_message(text: bytes) -> str:

@@ -52,6 +52,7 @@ NETWORK_POLICIES = Kind(api_version="networking.k8s.io/v1", name="NetworkPolicy"
 SERVICE_MONITORS = Kind(api_version="monitoring.coreos.com/v1", name="ServiceMonitor", plural="servicemonitors")
 CERTIFICATES = Kind(api_version="cert-manager.io/v1", name="Certificate", plural="certificates")
 LEASES = Kind(api_version="coordination.k8s.io/v1", name="Lease", plural="leases")
+NODES = Kind(api_version="v1", name="Node", plural="nodes")
 EVENTS = Kind(api_version="events.k8s.io/v1", name="Event", plural="events")
 
 KINDS = {

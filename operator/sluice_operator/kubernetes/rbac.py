@@ -1,6 +1,7 @@
 """The operator's RBAC rules: the chart's roles are made from them, and a test compares them with the requests made.
 
-No secrets, nodes, exec or wildcards. The informer needs ``watch`` and ``list``, the reconciler the rest.
+No secrets, exec or wildcards, and nodes only where the chart says so. The informer needs ``watch`` and ``list``, the
+reconciler the rest.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from sluice_operator.kubernetes.interface import (
     EVENTS,
     LEASES,
     NETWORK_POLICIES,
+    NODES,
     PODS,
     SERVICE_ACCOUNTS,
     SERVICE_MONITORS,
@@ -49,5 +51,7 @@ RULES: dict[tuple[Kind, str], tuple[str, ...]] = {
     (CERTIFICATES, ""): (*APPLIED, "delete"),
     (EVENTS, ""): ("create",),
 }
+# Everywhere, where nodes are watched.
+NODE_RULES: dict[tuple[Kind, str], tuple[str, ...]] = {(NODES, ""): ("list", "watch")}
 # In the operator's own namespace only.
 LEASE_RULES: dict[tuple[Kind, str], tuple[str, ...]] = {(LEASES, ""): ("create", "get", "patch")}

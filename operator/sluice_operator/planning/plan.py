@@ -64,6 +64,11 @@ class StoredPlan:
         engines = self.plan.engines if self.plan else ()
         return {EngineId(engine.engine_id): ROLES[engine.role] for engine in engines if engine.role in ROLES}
 
+    @property
+    def draining(self) -> set[EngineId]:
+        """Engines that drain by it."""
+        return {EngineId(engine.engine_id) for engine in (self.plan.engines if self.plan else ()) if engine.is_draining}
+
 
 def read_plan(config_map: Object | None, cluster_uid: str) -> StoredPlan:
     """Reads the plan.
@@ -160,7 +165,7 @@ def make_plan(
         cluster: The manifest, with the sliders that are to be in force.
         stored: The plan in its ConfigMap.
         pods: Engine pods.
-        victims: Engines that leave.
+        victims: Engines that leave, at a scale-down or with their nodes.
         reports: What routers say of the engines.
         statuses: Newest status of each router.
         switch: Which models are served; None: the manifest's.

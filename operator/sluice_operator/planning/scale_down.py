@@ -46,6 +46,7 @@ def decide_scale(
     num_prefill_heavy: int,
     reports: Mapping[EngineId, EngineReport],
     drain_expired: Collection[EngineId] = frozenset(),
+    leaving: Collection[EngineId] = frozenset(),
 ) -> ScaleDecision:
     """Decides how many engine pods there should be now, and which leave.
 
@@ -57,6 +58,7 @@ def decide_scale(
         num_prefill_heavy: P-heavy engines that the manifest asks for.
         reports: What routers say of the engines.
         drain_expired: Engines that had their time to drain.
+        leaving: Engines that leave in any case, because their nodes do: they are chosen first.
     """
     present = [pod for pod in pods if pod.is_present]
     num_victims = len(present) - desired_replicas
@@ -66,13 +68,13 @@ def decide_scale(
         # Kubernetes ends those that are marked in a moment: until then they must get no requests again.
         going = frozenset([pod.engine_id for pod in present if pod.goes_next][:num_victims])
         return ScaleDecision(replicas=desired_replicas, victims=going, drained=going)
-    victims = frozenset(_choose_victims(present, num_victims, roles, num_prefill_heavy, reports))
-    leaving = [pod for pod in present if pod.engine_id in victims]
+    victims = frozenset(_choose_victims(present, num_victims, roles, num_prefill_heavy, reports, leaving=leaving))
+    chosen = [pod for pod in present if pod.engine_id in victims]
     # A pod that serves goes once it is marked as drained, so that Kubernetes takes this one.
-    undrained = frozenset(pod.engine_id for pod in leaving if pod.is_ready and not pod.goes_next)
+    undrained = frozenset(pod.engine_id for pod in chosen if pod.is_ready and not pod.goes_next)
     drained = frozenset(
         pod.engine_id
-        for pod in leaving
+        for pod in chosen
         if pod.goes_next or pod.engine_id in drain_expired or _is_empty(reports.get(pod.engine_id))
     )
     replicas = min(current_replicas, desired_replicas + len(undrained))
@@ -89,6 +91,8 @@ def _choose_victims(
     roles: Mapping[EngineId, Role],
     num_prefill_heavy: int,
     reports: Mapping[EngineId, EngineReport],
+    *,
+    leaving: Collection[EngineId],
 ) -> set[EngineId]:
     loads = count_loads(reports)
     engines = [
@@ -97,7 +101,7 @@ def _choose_victims(
             role=roles.get(pod.engine_id),
             load=loads.get(pod.engine_id, 0),
             is_serving=pod.is_ready,
-            is_victim=pod.has_deletion_cost,
+            is_victim=pod.has_deletion_cost or pod.engine_id in leaving,
         )
         for pod in sorted(pods, key=lambda pod: (pod.created, pod.name))
     ]

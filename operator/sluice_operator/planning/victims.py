@@ -20,7 +20,7 @@ class RemovableEngine:
         role: Role in the plan; None: it has none yet.
         load: Requests on it.
         is_serving: Whether it takes requests.
-        is_victim: Whether it was chosen before: the choice stays while it drains.
+        is_victim: Whether it leaves already, chosen before or with its node: the choice stays while it drains.
     """
 
     engine_id: EngineId

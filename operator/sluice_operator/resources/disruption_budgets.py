@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 
+# So many pods of one kind at a time.
+EVICTIONS_AT_ONCE = 1
+
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.kubernetes.interface import Object
@@ -24,7 +27,7 @@ def render_disruption_budgets(cluster: ServingCluster) -> list[Object]:
                 "labels": names.label_child(name, component),
             },
             "spec": {
-                "maxUnavailable": 1,
+                "maxUnavailable": EVICTIONS_AT_ONCE,
                 "selector": {"matchLabels": names.select_component(name, component)},
                 "unhealthyPodEvictionPolicy": "AlwaysAllow",
             },

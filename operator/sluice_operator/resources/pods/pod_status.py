@@ -82,6 +82,8 @@ class Pod:
         model_id: Of the model that it serves; empty: an operator made it that knew no ids.
         resolved_revision: Commit that its model's revision is by the Hub; empty: it did not ask, or has no answer yet.
         started_in_s: How long it took from its creation until it served; None: it does not serve.
+        node: Where it runs; empty before it has a place.
+        is_disrupted: Whether Kubernetes says that it is about to end it: an eviction, or a node that shuts down.
     """
 
     name: str
@@ -101,6 +103,8 @@ class Pod:
     model_id: str = ""
     resolved_revision: str = ""
     started_in_s: float | None = None
+    node: str = ""
+    is_disrupted: bool = False
 
     @property
     def is_present(self) -> bool:
@@ -114,7 +118,8 @@ def read_pod(content: Object) -> Pod:
     cost, since = (
         annotations_of(content).get(name, "") for name in (DELETION_COST_ANNOTATION, DRAINING_SINCE_ANNOTATION)
     )
-    is_ready = any(item["type"] == "Ready" and item["status"] == "True" for item in status.get("conditions") or [])
+    said = {item["type"] for item in status.get("conditions") or [] if item["status"] == "True"}
+    is_ready = "Ready" in said
     return Pod(
         name=name_of(content),
         engine_id=EngineId(uid_of(content)),
@@ -133,6 +138,8 @@ def read_pod(content: Object) -> Pod:
         model_id=labels_of(content).get(MODEL_LABEL, ""),
         resolved_revision=_read_revision(status),
         started_in_s=_read_start_s(content["metadata"].get("creationTimestamp"), status) if is_ready else None,
+        node=(content.get("spec") or {}).get("nodeName") or "",
+        is_disrupted="DisruptionTarget" in said,
     )
 
 
