@@ -296,6 +296,13 @@ async def test_control_applies_plans_tells_status_and_moves():
         assert status.acknowledged_generation == 3
 
 
+async def test_a_plan_that_is_refused_before_any_is_in_force_leaves_none():
+    async with wiring() as wired, controlling(wired.router) as control:
+        answer = await control.ApplyPlan(control_pb2.ApplyPlanRequest(plan=make_plan(DD, strategy="none")))
+        assert (answer.is_applied, answer.generation) == (False, 0)
+        assert "none" in answer.error
+
+
 async def test_status_poll_waits_for_news():
     engines = engines_of(DD)
     async with serving(*engines), wiring(*engines) as wired, controlling(wired.router) as control:
