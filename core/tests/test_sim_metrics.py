@@ -190,6 +190,13 @@ def test_gap_percentiles_are_close(gaps_s, share):
     assert histogram.compute_percentile_s(share) == pytest.approx(exact, rel=0.003)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_one_value_is_every_percentile(share):
+    assert compute_percentile([7.0], share) == 7.0
+    assert compute_percentile([], share) is None
+    assert compute_percentile([7.0, 8.0], share) == (8.0 if share == 1.0 else 7.0)
+
+
 # --- workloads
 
 

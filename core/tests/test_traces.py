@@ -218,6 +218,10 @@ ACCEPTED: dict[str, tuple[list[str], list[TraceRow]]] = {
         [LOG.replace("3}", '3, "created": 99}'), LOG.replace("5", "8").replace("3}", '3, "created": 1}')],
         [TraceRow(prompt_tokens=10, output_tokens=3, arrival_s=each) for each in (0.0, 3.0)],
     ),
+    "log with blank lines": (
+        ["", LOG, " ", LOG, ""],
+        [TraceRow(prompt_tokens=10, output_tokens=3, arrival_s=0.0)] * 2,
+    ),
     "log of the last second": (
         [LOG.replace('"timestamp": 5', '"timestamp": 100000000000')],
         [TraceRow(prompt_tokens=10, output_tokens=3, arrival_s=0.0)],

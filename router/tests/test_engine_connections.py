@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import grpc
@@ -14,6 +15,7 @@ from fake_engine import FakeCore, FakeEngine, expected_output, make_plan, make_r
 
 from sluice.v1 import control_pb2, control_pb2_grpc, engine_pb2
 from sluice_router.api.control_service import ControlService
+from sluice_router.engines import engine_connections
 from sluice_router.engines.engine_connections import EngineConnections
 from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
@@ -298,6 +300,44 @@ async def test_control_applies_plans_tells_status_and_moves():
         assert response_stream.finish.usage.num_hand_offs == 1
         status = await control.GetStatus(control_pb2.GetStatusRequest())
         assert status.acknowledged_generation == 3
+
+
+async def test_a_plan_that_is_refused_before_any_is_in_force_leaves_none():
+    async with wiring() as wired, controlling(wired.router) as control:
+        answer = await control.ApplyPlan(control_pb2.ApplyPlanRequest(plan=make_plan(DD, strategy="none")))
+        assert (answer.is_applied, answer.generation) == (False, 0)
+        assert "none" in answer.error
+
+
+@pytest.mark.parametrize("jitter", [0.0, 1.0])
+async def test_pauses_before_an_address_is_tried_again_grow_until_it_says_hello(monkeypatch, jitter):
+    served, pauses, now = iter([None, None, False, None, *[None] * 12, True, None]), [], [0.0]
+    connections = EngineConnections(
+        SimpleNamespace(forget=pauses.append),  # type: ignore[arg-type]
+        hello_timeout_s=1.0,
+        rng=SimpleNamespace(random=lambda: jitter),  # type: ignore[arg-type]
+    )
+
+    async def run_stream(_: str) -> bool:
+        has_served = next(served)
+        now[0] += 1000.0 if has_served else 0.0
+        return has_served is not None
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 18:
+            connections._addresses = frozenset()
+
+    monkeypatch.setattr(connections, "_run_stream", run_stream)
+    loop = SimpleNamespace(time=lambda: now[0])
+    monkeypatch.setattr(engine_connections, "asyncio", SimpleNamespace(sleep=pause, get_running_loop=lambda: loop))
+    connections._addresses = frozenset({"a"})
+    await connections.keep("a")
+    least, most = engine_connections.MIN_BACKOFF_S, engine_connections.MAX_BACKOFF_S
+    grown = [min(most, least * 2**number) for number in range(14)]
+    # Two that failed; a hello; failures up to the longest pause; a long stream, behind which it is tried at once.
+    expected = [least, 2 * least, *grown, engine_connections.RESUME_PAUSE_S, least]
+    assert pauses == [*(each * (0.5 + jitter / 2) for each in expected), "a"]
 
 
 async def test_status_poll_waits_for_news():

@@ -297,11 +297,16 @@ async def test_output_is_cut_and_shown_as_asked(client, plane, text, stream, fie
     assert choices[-1]["stop_reason"] == stop_reason
 
 
-async def test_what_was_held_back_comes_before_an_incomplete_character(client, plane, text):
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_what_was_held_back_comes_before_an_incomplete_character(client, plane, text, stream):
     ids = text.encode_now("ab🎉", add_special_tokens=False)[:-1]
     plane.script = lambda _: [*ids, 2]
-    response = await client.post("/v1/completions", json=make_completion(stop="abc"))
-    assert response.json()["choices"][0]["text"] == "ab\ufffd"
+    response = await client.post("/v1/completions", json=make_completion(stop="abc", stream=stream))
+    if stream:
+        events = [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n")[:-2]]
+        assert "".join(event["choices"][0]["text"] for event in events) == "ab\ufffd"
+    else:
+        assert response.json()["choices"][0]["text"] == "ab\ufffd"
 
 
 @pytest.mark.parametrize(

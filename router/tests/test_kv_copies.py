@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from data_plane_harness import Harness
 from fake_engine import BLOCK_SIZE, make_plan
 from migration_harness import check_end, start_on
 
 from sluice.v1 import engine_pb2
+from sluice_core.records import MoveCause
+from sluice_router.scheduling import kv_copies
 from sluice_router.scheduling.entities import MigrationPhase
 from sluice_router.settings import SchedulingLimits
 
@@ -40,6 +44,32 @@ def start_copy(harness: Harness, max_tokens: int = 60):
 
 def messages_to(harness: Harness, name: str, field: str) -> list:
     return [item for message in harness.cores[name].commands for item in getattr(message, field)]
+
+
+COPIES = [
+    # cause, a target, the target pulls parts, the source pulls parts, tokens beyond a block, copies
+    (MoveCause.DEGRADE, True, True, True, 1, True),
+    (MoveCause.DEGRADE, True, True, True, 0, False),
+    (MoveCause.SPLIT, True, True, True, 1, False),
+    (MoveCause.DEGRADE, False, True, True, 1, False),
+    (MoveCause.DEGRADE, True, False, True, 1, False),
+    (MoveCause.DEGRADE, True, True, False, 1, False),
+]
+
+
+@pytest.mark.parametrize(("cause", "has_target", "target_pulls", "source_pulls", "excess", "copies"), COPIES)
+def test_only_what_has_a_full_block_and_no_planned_end_is_copied(
+    cause, has_target, target_pulls, source_pulls, excess, copies
+):
+    move = SimpleNamespace(
+        cause=cause,
+        target=SimpleNamespace(pulls_parts=target_pulls) if has_target else None,
+        source=SimpleNamespace(
+            engine=SimpleNamespace(pulls_parts=source_pulls, spec=SimpleNamespace(block_size_tokens=BLOCK_SIZE))
+        ),
+        request=SimpleNamespace(num_tokens=BLOCK_SIZE + excess),
+    )
+    assert kv_copies.can_copy(move) is copies
 
 
 def test_the_request_goes_on_while_its_blocks_are_copied_and_then_hands_off():

@@ -256,6 +256,13 @@ def test_address_without_a_stream_says_why():
     (missing,) = [engine for engine in harness.router.describe().engines if not engine.engine_id]
     assert missing.state == control_pb2.ENGINE_STATE_CONNECTING
     assert missing.last_fault == "unavailable: refused"
+    # Said again it is no news, for which nobody need be woken.
+    version = harness.state.status.version
+    harness.router.note_fault("127.0.0.1:9", "unavailable: refused")
+    harness.router.note_fault("127.0.0.1:8", "nobody's")
+    assert harness.state.status.version == version
+    harness.router.note_fault("127.0.0.1:9", "it did not say hello")
+    assert harness.state.status.version > version
 
 
 def test_report_of_an_engine_is_passed_on_until_its_stream_is_lost():

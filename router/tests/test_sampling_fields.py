@@ -25,7 +25,7 @@ from sluice_router.api.openai_requests import (
     StructuredOutputs,
     check,
 )
-from sluice_router.api.request_preparation import Caller, RequestPreparer
+from sluice_router.api.request_preparation import Caller, RequestPreparer, check_num_characters
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.api.structured_output import check_constraint, find_constraint
 from sluice_router.text.tokenizer import ModelText
@@ -168,6 +168,16 @@ def test_a_schema_may_be_as_long_as_the_limit_and_no_longer(excess):
     with pytest.raises(FieldError, match="guided_json: at most 65536 characters, not 65537") as caught:
         check_constraint(constraint)
     assert caught.value.field == "guided_json"
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_prompt_may_have_as_many_characters_as_can_fit_and_no_more(excess):
+    if not excess:
+        check_num_characters("prompt", "a" * 60, 10, 6)
+        check_num_characters("prompt", "a" * 999, None, 6)
+        return
+    with pytest.raises(FieldError, match="61 characters of prompt, and no more than 60 can fit"):
+        check_num_characters("prompt", "a" * 61, 10, 6)
 
 
 def test_document_names_every_field():

@@ -106,6 +106,23 @@ def test_failing_response_stream_costs_its_own_request_alone():
     harness.assert_idle()
 
 
+def test_an_end_that_cannot_be_written_is_counted_and_costs_nobody(monkeypatch):
+    harness = Harness(ONE)
+    _, good = harness.admit(20, 9, first=1)
+    _, bad = harness.admit(20, 9, first=2)
+
+    def refuse(_: object) -> None:
+        bad.has_raised = True
+        raise RuntimeError("transport closed")
+
+    monkeypatch.setattr(bad, "on_finished", refuse)
+    harness.run()
+    assert good.finish is not None
+    assert harness.count("sink_faults") == 1
+    assert not harness.closed
+    harness.assert_idle()
+
+
 def test_failing_flush_costs_its_own_request_alone():
     harness = Harness(ONE)
     _, good = harness.admit(20, 9, first=1)
