@@ -510,8 +510,9 @@ def test_three_clusters_take_the_images_of_a_new_operator_one_after_the_other(
 
     wait_for(is_over, "the new image everywhere")
     print(f"new engines of each cluster: {seen}")
-    assert len(seen) >= 6
     assert all(begun.count(1) <= 1 for begun in seen)
+    # Some moments have one cluster, and two clusters, still to begin.
+    assert {begun.count(0) for begun in seen if any(begun)} == {0, 1, 2}
     for each in clusters:
         each.wait("Progressing", "Settled")
         assert {pod["spec"]["containers"][0]["image"] for pod in each.engines.values()} == {"sluice-engine:9"}
