@@ -18,8 +18,8 @@ import pytest
 from fault_proxy import FaultProxy
 from kubectl_cluster import PATIENCE_S, wait_for
 from light_cluster import MERGE, LightCluster
+from operator_process import SYSTEM, Operator, make_access
 from stand_in_router import StandInRouters, run_stand_in_routers
-from test_operator import SYSTEM, Operator, make_access
 from testbed.fake_nodes import is_ready, make_node
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ import pytest
 import yaml
 from kubectl_cluster import wait_for
 from light_cluster import MERGE, LightCluster
+from operator_process import Operator
 from release import RESTRICTED
 from stand_in_router import StandInRouters, run_stand_in_routers
 from test_chart import one, pick
-from test_operator import Operator
 from testbed.fake_nodes import is_ready, make_node
 from testbed.helm import Helm
 from testbed.toolchain import build

@@ -19,8 +19,8 @@ import yaml
 from in_process import PATIENCE_S, PAUSE_S, ReconciledCluster, connect
 from kubectl_cluster import wait_for
 from light_cluster import LightCluster
+from operator_process import Operator, make_access
 from stand_in_router import run_stand_in_routers
-from test_operator import Operator, make_access
 from testbed.fake_nodes import is_ready, make_node
 
 from sluice_operator.controller.manager import format_now

@@ -135,6 +135,10 @@ def test_who_leaves(nodes: list[dict[str, Any]], draining: str, leaving: str) ->
     assert choose(FLEET, *nodes, draining=draining, a=5, b=1, c=2, d=3) == leaving.split()
 
 
+def test_an_engine_that_nobody_reports_has_nothing_to_hand_over() -> None:
+    assert choose(FLEET, make_node("n1", CORDON), a=1) == ["b"]
+
+
 @pytest.mark.parametrize(
     "others",
     [
