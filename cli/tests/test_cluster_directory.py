@@ -86,6 +86,8 @@ def test_a_cluster_has_one_launcher_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(AlreadyRunningError, match=rf"cluster a already runs \(process {os.getpid()}\)"):
         ClusterDirectory("a", tmp_path).lock()
     ClusterDirectory("b", tmp_path).lock()
+    # Launchers of every version lock the same file, which nobody else may open.
+    assert oct((first.path / "lock").stat().st_mode)[-3:] == "600"
 
 
 def test_facts_of_a_launcher_stay_until_the_next_one_starts(tmp_path: Path) -> None:

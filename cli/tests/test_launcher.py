@@ -21,7 +21,7 @@ from sluice_cli.local_cluster.endpoints import EndpointAllocator, list_ports
 from sluice_cli.local_cluster.launcher import UpOptions, _handle_signals, make_engine_spawner, make_router_spawner
 from sluice_cli.local_cluster.manifest_watch import apply_edit, describe_effect, find_ignored_fields, follow_manifest
 from sluice_cli.processes.child_processes import LaunchSpec, spawn
-from sluice_cli.processes.fork_spawner import ForkSpawner
+from sluice_cli.processes.fork_spawner import ENGINE_MODULES, ForkSpawner
 from sluice_cli.processes.ports import PortAllocator, PortError
 from sluice_core.records import EngineId
 from sluice_operator.api.field_effects import FieldEffect
@@ -121,6 +121,9 @@ async def test_routers_are_patient_with_engines_on_the_cpu_and_these_are_forked(
     monkeypatch.setattr(importlib.metadata, "version", find_version)
     engines = make_engine_spawner(ClusterDirectory("a", tmp_path), lambda _: None)
     assert isinstance(engines, ForkSpawner) == is_cpu
+    if isinstance(engines, ForkSpawner):
+        assert engines._log == ClusterDirectory("a", tmp_path).path / "logs" / "forkserver.log"
+        assert engines._modules == ENGINE_MODULES
     script = "import os; print(os.environ.get('SLUICE_ROUTER_SILENCE_LIMIT_S'), os.environ.get('A'))"
     spawner = make_router_spawner()
     for environment, words in (({"A": "1"}, "10 1"), ({"SLUICE_ROUTER_SILENCE_LIMIT_S": "3"}, "3 None")):

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 from local_cluster_harness import ROUTER, D, P, Running, run_cluster
 
+from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
+from sluice_cli.local_cluster.local_autotune import LocalAutotuner
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
@@ -76,3 +79,11 @@ async def test_a_tuner_that_is_turned_off_gives_the_sliders_back(running: Runnin
     await running.until(lambda: sorted(running.engines().values()) == [D, D, P])
     assert running.cluster.status().autotune is None
     assert not (running.directory.path / "autotune.json").exists()
+
+
+def test_what_an_earlier_launcher_tuned_is_gone_at_the_start(tmp_path: Path) -> None:
+    directory = ClusterDirectory("a", tmp_path)
+    directory.path.mkdir(parents=True)
+    directory.write_autotune({"reason": "Tuned"})
+    LocalAutotuner(directory, report=lambda _: None, wake=lambda: None, clock=lambda: 0.0)
+    assert directory.read_autotune() is None

@@ -261,5 +261,23 @@ def test_a_cluster_lives_as_its_story_tells(name: str, tmp_path: Path, monkeypat
     assert story == file.read_text()
 
 
+def test_what_routers_say_during_the_stop_makes_no_cluster_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phases: list[str] = []
+
+    async def stop_slowly(play: Play) -> None:
+        await start(play)
+        play.deaf = {"router-0"}
+        phases.append(play.cluster.phase)
+        play.stop.set()
+        await play.pass_time(1.0)
+        play.links["router-0"].on_status()
+        phases.append(play.cluster.phase)
+
+    Play(tmp_path, MANIFEST, CLUSTER_PORTS, monkeypatch, None).tell(stop_slowly)
+    assert phases == ["ready", "stopping"]
+
+
 def test_every_story_is_played() -> None:
     assert {file.stem for file in STORIES.iterdir()} == set(PLAYS)

@@ -361,3 +361,21 @@ async def test_a_search_is_killed_when_it_is_late_or_not_wanted(
     with error:
         await task
     assert [search.is_running() for search in searches] == [False]
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (
+            r"sys.stderr.buffer.write(b'first\n\xff is no text\n'); sys.exit(3)",
+            "the search failed: \N{REPLACEMENT CHARACTER} is no text",
+        ),
+        ("sys.stderr.write('x' * 900); sys.exit(1)", "the search failed: " + "x" * 500),
+    ],
+    ids=["no text", "many words"],
+)
+async def test_a_search_that_ends_badly_is_an_error_in_words(script: str, words: str) -> None:
+    runner = SearchRunner((sys.executable, "-c", f"import sys; sys.stdin.read(); {script}"))
+    with pytest.raises(SearchError) as failed:
+        await runner.run(make_question())
+    assert str(failed.value) == words

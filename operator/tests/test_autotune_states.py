@@ -505,3 +505,17 @@ def test_the_basis_of_a_spec_does_not_depend_on_the_order_of_its_fields() -> Non
     basis = decision.make_basis(make_spec())
     assert basis == json.dumps(json.loads(basis), sort_keys=True)
     assert json.loads(basis)[:3] == ["Apply", "TaiChi", "50%"]
+
+
+# --- the size that sliders were found for --------------------------------------------------------------------------
+
+
+def test_sliders_that_a_search_found_for_this_size_are_at_home_here() -> None:
+    """What they are scaled from when the fleet grows is what was found, not what was in force before."""
+    away = {"tuned": FOR_SHORT, "home": (2, FOR_SHORT)}
+    assert decision.decide(make_state(**away), observe()).home is None
+    grown = decision.decide(make_state(**away), observe(replicas=6, sized=FOR_LONG, is_settled=False))
+    assert (grown.tuned, grown.home, grown.replicas) == (FOR_LONG, None, 6)
+    trial = AutotuneTrial(former=SPECS, before=ENOUGH, started_s=NOW - 50.0 * COOLDOWN_S)
+    returned = decision.decide(make_state(**away, trial=trial, changes_s=LONG_AGO), observe(is_settled=False))
+    assert (returned.tuned, returned.home, returned.trial) == (SPECS, None, None)

@@ -410,3 +410,13 @@ def test_a_child_is_applied_when_the_live_object_has_every_desired_value(wanted,
 @given(st.recursive(st.integers() | st.text() | st.booleans(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 def test_every_object_is_applied_where_it_is_live(value) -> None:
     assert is_applied(value, value)
+
+
+@pytest.mark.parametrize("has_limit", [True, False])
+def test_libraries_count_as_many_cores_as_an_engine_may_use(*, has_limit: bool) -> None:
+    """A quota is invisible to those that count the machine's."""
+    template = engine_template(engine={"resources": {"limits": {"cpu": "4"}} if has_limit else {}})
+    (engine,) = [item for item in template["spec"]["containers"] if item["name"] == "engine"]
+    found = [item for item in engine["env"] if item["name"] == "OMP_NUM_THREADS"]
+    limit = {"containerName": "engine", "resource": "limits.cpu", "divisor": "1"}
+    assert found == ([{"name": "OMP_NUM_THREADS", "valueFrom": {"resourceFieldRef": limit}}] if has_limit else [])

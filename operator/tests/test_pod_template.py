@@ -226,3 +226,17 @@ def test_affinity_stays_in_its_namespace(affinity, component) -> None:
 def test_an_element_without_the_field_by_which_lists_are_merged_is_refused(over, line) -> None:
     found = find_refused_fields(over, "engine", allow_host_access=True)
     assert [text.startswith(f"spec.engine.podTemplate.{line}") for text in found] == [True]
+
+
+def test_an_item_that_is_no_map_is_kept_beside_those_that_are_merged_by_their_key() -> None:
+    """So that what refuses it finds it."""
+    merged = strategic_merge(
+        [{"name": "a", "value": "1"}, {"name": "b"}], ["a name", {"name": "a", "value": "2"}], "env"
+    )
+    assert merged == [{"name": "a", "value": "2"}, {"name": "b"}, "a name"]
+
+
+def test_a_text_in_a_keyed_list_is_refused_even_if_it_names_the_key() -> None:
+    for item in ("a name", "name", 7, None):
+        (line,) = find_refused_fields({"spec": {"volumes": [item]}}, "engine", allow_host_access=True)
+        assert line.startswith("spec.engine.podTemplate.spec.volumes[0]")

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cluster_harness import KEY, World
 from fake_kubernetes import make_cluster
+from test_conditions import find
 
 from sluice.v1 import control_pb2
+from sluice_core.slo import SloCounts
+from sluice_operator.api.condition_types import Reason
 from sluice_operator.controller.cluster_state import DEFER_S
 from sluice_operator.controller.plan_step import DRAIN_MARGIN_S
+from sluice_operator.controller.reconciler import DEGRADED_REQUEUE_S
 from sluice_operator.kubernetes.interface import (
     CLUSTERS,
     PODS,
     BusyError,
     ForbiddenError,
 )
+from sluice_operator.planning.rollout_gate import GateDecision
+from sluice_operator.planning.scale_down import ScaleDecision
+from sluice_operator.planning.upgrades import SETTLE_S
+from sluice_operator.resources.pods.pod_status import Failure
 
 
 async def test_a_new_cluster_gets_its_children_a_plan_and_roles() -> None:
@@ -390,12 +400,16 @@ async def test_a_cluster_made_anew_under_the_same_name_begins_anew() -> None:
     world = World()
     await world.settle()
     before = world.reconciler._states[KEY]
+    ended: list[str] = []
+    before.tuner.stop = lambda: ended.append("tuner")
+    before.scaler.stop = lambda: ended.append("scaler")
     world.kubernetes.remove(CLUSTERS, "default", "tiny")
     world.kubernetes.collect_garbage()
     world.kubernetes.put(make_cluster(replicas=2))
     await world.reconcile()
     after = world.reconciler._states[KEY]
     assert after is not before
+    assert ended == ["tuner", "scaler"]
     assert after.uid == world.kubernetes.find(CLUSTERS, "tiny")["metadata"]["uid"] != before.uid
     assert after.first_reconcile_s == world.now
     await world.settle()
@@ -428,3 +442,58 @@ async def test_an_edit_during_a_reconcile_puts_children_and_status_off_for_a_sec
     assert ends[4] != DEFER_S
     assert calls.count(("patch_status", "servingclusters")) == 1
     assert (("apply", "deployments") in calls[: len(calls) // 2]) == (seen_with == "networkpolicies")
+
+
+FAILURE = Failure(reason=Reason.NAME_CONFLICT, message="service x is another's")
+UNAVAILABLE, REFUSED = (Failure(reason=reason, message="no") for reason in (Reason.NOT_AVAILABLE, Reason.REFUSED))
+UNDRAINED = ScaleDecision(replicas=2, victims=frozenset({"e1", "e2"}), undrained=frozenset({"e1", "e2"}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_pending", "wake_s"),
+    [
+        ({}, False, None),
+        ({"failures": (FAILURE,)}, False, DEGRADED_REQUEUE_S),
+        ({"refusal": UNAVAILABLE}, False, DEGRADED_REQUEUE_S),
+        ({"refusal": REFUSED}, False, None),
+        ({}, True, 11.0),
+        ({"attainment": {"": SloCounts(num_finished=1)}}, False, 11.0),
+        ({"rollout": GateDecision(state=None, wake_in_s=3.0)}, False, 3.0),
+        ({"waiting_upgrade": "an image waits"}, False, SETTLE_S),
+        # Of two that drain the older one, which began 5 s ago.
+        ({"scale": UNDRAINED}, False, 30.0 + DRAIN_MARGIN_S - 5.0),
+        ({"scale": UNDRAINED, "cluster": None}, False, None),
+        ({"failures": (FAILURE,), "rollout": GateDecision(state=None, wake_in_s=3.0)}, True, 3.0),
+        ({"failures": (FAILURE,), "rollout": GateDecision(state=None, wake_in_s=300.0)}, True, 11.0),
+    ],
+    ids=[
+        "nothing",
+        "a failure",
+        "something is missing",
+        "a refusal",
+        "measurements wait",
+        "measurements change",
+        "a roll",
+        "an upgrade",
+        "drains",
+        "drains without a spec",
+        "a roll before measurements and a failure",
+        "measurements before a failure and a roll",
+    ],
+)
+def test_the_next_reconcile_comes_when_the_first_of_all_reasons_asks_for_it(
+    fields: dict[str, Any], wake_s: float | None, *, is_pending: bool
+) -> None:
+    world = World()
+    inputs = replace(find(spec={"engine": {"drainTimeoutSeconds": 30}}), **fields)
+    state: Any = SimpleNamespace(measured_s=world.now - 4.0, drain_started_s={"e1": world.now, "e2": world.now - 5.0})
+    found = world.reconciler._compute_requeue_s(inputs, state, has_pending_measurements=is_pending)
+    assert found == wake_s
+
+
+def test_a_drain_whose_time_is_over_is_looked_at_again() -> None:
+    world = World()
+    inputs = replace(find(spec={"engine": {"drainTimeoutSeconds": 30}}), scale=UNDRAINED)
+    state: Any = SimpleNamespace(measured_s=0.0, drain_started_s={"e1": world.now, "e2": world.now - 500.0})
+    found = world.reconciler._compute_requeue_s(inputs, state, has_pending_measurements=False)
+    assert found == DEGRADED_REQUEUE_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -264,3 +265,23 @@ async def test_sliders_of_the_new_size_are_in_force_with_it() -> None:
     await scaled.run(120.0, 9.0)
     assert scaled.wanted >= 6
     assert {part.chunk_size_tokens for part in scaled.world.plan.engines} == {2048, 32}
+
+
+async def test_disabling_ends_the_search_under_way() -> None:
+    scaled = Scaled()
+    ended: list[str] = []
+
+    async def search(request: object) -> object:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ended.append("search")
+            raise
+        return request
+
+    scaled.world.run_capacity_search = search
+    await scaled.run(30.0, 1.0)
+    assert scaled.condition == ("False", "Searching")
+    scaled.world.edit(autoscaling={"mode": "Disabled"})
+    await scaled.run(10.0, 1.0)
+    assert ended == ["search"]

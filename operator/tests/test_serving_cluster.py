@@ -300,3 +300,17 @@ def test_status_and_other_metadata_of_kubernetes_are_let_through() -> None:
     content["metadata"] = {"name": "test", "resourceVersion": "3", "managedFields": []}
     assert yaml.safe_load(yaml.safe_dump(content))
     assert check_manifest(content).metadata.name == "test"
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"replicas": {"min": 2, "max": 2}},
+        {"prefillHeavy": {"min": 1, "max": 1}},
+        {"prefillHeavy": {"min": "50%", "max": "50%"}},
+        {"chunkSizes": {"prefillHeavy": {"min": 512, "max": 512}, "decodeHeavy": {"min": 64, "max": 64}}},
+    ],
+    ids=["replicas", "counts", "shares", "chunk sizes"],
+)
+def test_bounds_may_leave_no_choice(bounds: dict[str, Any]) -> None:
+    check_manifest(edit("spec.autotune.bounds", bounds))

@@ -212,3 +212,19 @@ async def test_the_queue_returns_when_a_key_is_added_or_due() -> None:
     queue.finish("now")
     assert await waiting == "now"
     assert len(queue) == 0
+
+
+def test_the_wait_is_for_the_earliest_key_that_nobody_works_on() -> None:
+    schedule: Schedule[str] = Schedule(random.Random(1))
+    assert schedule.wait_s(0.0) is None
+    for key, due_s in (("a", 9.0), ("b", 5.0), ("c", 7.0)):
+        schedule.add(key, due_s)
+    assert schedule.wait_s(2.0) == 3.0
+    assert schedule.wait_s(6.0) == 0.0
+    assert schedule.take(6.0) == "b"
+    schedule.add("b", 0.0)
+    assert schedule.wait_s(6.0) == 1.0, "b is at work"
+    assert schedule.age_s(8.5) == 2.5
+    schedule.finish("b")
+    assert schedule.wait_s(6.0) == 0.0
+    assert schedule.age_s(8.5) == 8.5

@@ -7,6 +7,7 @@ follow the routers, watch start deadlines and reconcile.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from typing import TYPE_CHECKING
 
@@ -211,7 +212,7 @@ class LocalCluster:
     # Steps.
 
     def _add_engine(self, desired: rollout_steps.DesiredProcesses) -> None:
-        index = next(i for i in range(len(self._engines) + 1) if f"engine-{i}" not in self._engines)
+        index = next(i for i in itertools.count() if f"engine-{i}" not in self._engines)
         engine_id = EngineId(f"engine-{index}")
         self._engines[engine_id] = self._factory.start_engine(
             self.manifest, engine_id, desired.engine_hash, self._group
@@ -247,7 +248,7 @@ class LocalCluster:
             self._report(f"{late} did not drain within {timeout_s:g} s; its requests are recovered elsewhere")
 
     def _add_router(self, desired: rollout_steps.DesiredProcesses) -> None:
-        index = next(i for i in range(len(self._routers) + 1) if f"router-{i}" not in self._routers)
+        index = next(i for i in itertools.count() if f"router-{i}" not in self._routers)
         name = f"router-{index}"
         self._write_engines()
         router = self._factory.start_router(self.manifest, name, desired.router_hash, self._group)

@@ -50,7 +50,6 @@ async def follow_manifest(
     watch = watchfiles.awatch(
         path.parent,
         debounce=SETTLE_MS,
-        step=SETTLE_MS // 2,
         recursive=False,
         rust_timeout=POLL_MS,
         yield_on_timeout=True,

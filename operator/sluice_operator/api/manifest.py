@@ -71,7 +71,7 @@ def check_manifest(content: dict[str, Any]) -> ServingCluster:
     try:
         return ServingCluster.model_validate(content)
     except ValidationError as error:
-        problems = [_describe(details) for details in error.errors(include_url=False)]
+        problems = [_describe(details) for details in error.errors()]
         raise ManifestError(problems) from error
 
 

@@ -317,15 +317,12 @@ def _explain(state: ScalerState, observation: ScalerObservation, replicas: int) 
         return "no request arrived or ran for the scale-down window"
     if observation.capacity is None:
         return "what engines serve is not known yet; the number is kept within its bounds"
-    demand = state.demand
-    text = (
-        f"{demand.level_rps:.2f} requests/s arrive and {observation.num_waiting} wait; with headroom "
+    return (
+        f"{state.demand.level_rps:.2f} requests/s arrive and {observation.num_waiting} wait; with headroom "
         f"{decision.compute_rate_rps(state, observation):.2f} requests/s are planned for while an engine starts "
-        f"({observation.start_s:.0f} s)"
+        f"({observation.start_s:.0f} s); {replicas} engines serve "
+        f"{observation.capacity.estimate_goodput_rps(replicas):.2f}"
     )
-    if not replicas:
-        return text
-    return f"{text}; {replicas} engines serve {observation.capacity.estimate_goodput_rps(replicas):.2f}"
 
 
 def _describe(

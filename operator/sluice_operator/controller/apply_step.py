@@ -67,17 +67,16 @@ async def apply_children(
 
 def _make_inputs(observed: ObservedState, planned: PlanOutcome, rollout: GateDecision) -> RenderInputs:
     """Collects what the children depend on besides the manifest."""
+    assert planned.models is not None, "there is a spec to go by"
+    switch, split = planned.models.switch, planned.models.split
     inputs = RenderInputs(
         engine_replicas=planned.scale.replicas,
         has_monitors=observed.has_monitors,
         live=observed.live,
         roll=rollout.state,
         is_roll_held=rollout.is_held,
+        served_model=switch.served,
     )
-    if planned.models is None:
-        return inputs
-    switch, split = planned.models.switch, planned.models.split
-    inputs = replace(inputs, served_model=switch.served)
     if split is None:
         return inputs
     router_model = choose_router_model(switch, observed.routers)

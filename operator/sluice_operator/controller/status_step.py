@@ -72,8 +72,8 @@ class StatusWriter:
         """Writes that a read is denied; the rest of the status stays."""
         await self._write(key, body, render_forbidden_status(body, message, self._now_text()))
 
-    async def _write(self, key: ClusterKey, body: Object, new: Object) -> bool:
-        """Writes a status and the Events of its transitions; returns whether anything had changed."""
+    async def _write(self, key: ClusterKey, body: Object, new: Object) -> None:
+        """Writes a status and the Events of its transitions, if anything has changed."""
         old = body.get("status") or {}
         self._record_conditions(key.namespace, key.name, new["conditions"])
         patch = make_patch(old, new)
@@ -83,7 +83,6 @@ class StatusWriter:
             self._own_writes.record(body, guarded, answer)
             for condition in list_transitions(old, new):
                 await self._create_event(body, condition)
-        return bool(patch)
 
     async def _create_event(self, body: Object, condition: Object) -> None:
         try:
