@@ -136,8 +136,9 @@ def test_a_manifest_says_what_the_cluster_is(trace: Path, tmp_path: Path) -> Non
     ],
 )
 def test_what_cannot_be_compared_is_refused(
-    trace: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # a checkout may hold figures of its own
     files = {"trace": str(trace), "cells": str(write_cells(tmp_path / "cells.toml", trace))}
     files["broken"] = str(write_cells(tmp_path / "broken.toml", trace, replicas="four"))
     done = run(*[argument.format(**files) for argument in arguments])
