@@ -32,6 +32,13 @@ class EarlyRejection(StrEnum):
     REJECT = "Reject"
 
 
+class OverloadOrder(StrEnum):
+    """Which prompts wait behind the others when not all can meet their TTFT SLO."""
+
+    LONGEST_LAST = "LongestLast"
+    DEADLINE = "Deadline"
+
+
 class PrefillOrder(StrEnum):
     """In which order FlowPrefill serves prompts; all but the first are what it is compared with (section 6.3).
 
@@ -295,7 +302,11 @@ class FlowParameters:
         least_prefill_share: Share of the TPOT SLO that prefills get in each iteration beside decodes in any case.
         late_ttft_factor: A prompt that cannot meet its TTFT SLO waits as if this were so many times as long; 1: it
             keeps its place.
+        late_share: Share of the prefill time that such prompts get together while others can meet theirs; 1: by their
+            deadlines, whoever else becomes late.
+        overload_order: See ``OverloadOrder``.
         pack_share: Share of the TPOT SLO up to which decodes gather on one engine; 0: they stay where they begin.
+        pack_prompt_share: Time of the usual prompt, as a share of the TPOT SLO, from which on they gather.
         credit_s: Prefill work, in seconds, that an engine is given ahead; 0: all of it, as it arrives.
         macro_instance_least: N_l, engines of the macro instance that a split makes (EcoServe, section 3.5.1).
         macro_instance_most: N_u, most engines of one; it counts as ``2 * N_l - 1`` where it is less.
@@ -316,7 +327,10 @@ class FlowParameters:
     tpot_share: float = 0.98
     least_prefill_share: float = 0.1
     late_ttft_factor: float = 3.0
+    late_share: float = 0.1
+    overload_order: OverloadOrder = OverloadOrder.LONGEST_LAST
     pack_share: float = 0.7
+    pack_prompt_share: float = 4.0
     credit_s: float = 0.1
     macro_instance_least: int = 4
     macro_instance_most: int = 16

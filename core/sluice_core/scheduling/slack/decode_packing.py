@@ -1,0 +1,102 @@
+"""Where decodes go when engines size their iterations by slack.
+
+A decode goes to the fullest engine on which an iteration of decodes alone stays within ``pack_share`` of its TPOT
+objective, and decodes within that share of the seats and the KV blocks. Engines that are left without decodes compute
+prompts in larger iterations. Where the decodes that there are would leave no engine free, they stay.
+
+A prompt that is done within a few gaps beside decodes gains little by an engine of its own, less than moves cost. So
+decodes gather only if a usual prompt takes ``pack_prompt_share`` of the TPOT objective.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from sluice_core.records import EngineId, FlowParameters, IterationShape
+from sluice_core.scheduling.decode_flow import FlowRequest
+from sluice_core.scheduling.engine_state import EngineState
+from sluice_core.scheduling.engine_table import EngineTable
+
+_LEAST_GAIN: Final = 0.02  # weight of the newest length in a running mean
+
+
+class DecodePacking:
+    """Picks the engine of a decode; see the module. Mutable: it learns how long requests are.
+
+    Args:
+        parameters: Of the strategy.
+    """
+
+    def __init__(self, parameters: FlowParameters) -> None:
+        self._share = parameters.pack_share
+        self._prompt_share = parameters.pack_prompt_share
+        self._fill = min(parameters.pack_share, parameters.watermark)
+        self._prompt_tokens = 0.0
+        self._num_placed = 0
+
+    def note_placed(self, prompt_tokens: int) -> None:
+        """Learn from a prompt that was placed."""
+        self._num_placed += 1
+        self._prompt_tokens += max(_LEAST_GAIN, 1.0 / self._num_placed) * (prompt_tokens - self._prompt_tokens)
+
+    def target(self, request: FlowRequest, engines: EngineTable) -> EngineId | None:
+        """Pick the fullest engine that still meets the objective.
+
+        Args:
+            request: A request whose prefill has ended.
+            engines: The engines.
+
+        Returns:
+            The target; None: it stays where it is.
+        """
+        source = engines.peek(request.source)
+        if source is None or self._share <= 0.0 or request.tpot_slo_s == math.inf:
+            return None
+        tokens = round(self._prompt_tokens)
+        prompt = IterationShape(prefill_tokens=tokens, attention_work=tokens * tokens / 2, num_chunks=min(1, tokens))
+        prompt_s = source.latency.estimate_shape_s(prompt)
+        if prompt_s < self._prompt_share * request.tpot_slo_s:
+            return None
+        limit_s = self._share * request.tpot_slo_s
+        least_s = source.latency.estimate_shape_s(IterationShape(num_decodes=1))
+        best, most_s = None, _estimate_decodes_s(source, 0, 0)
+        if most_s > limit_s:
+            most_s = 0.0  # any engine within the limit is better
+        num_engines, num_full = 0, 0.0
+        for state in engines.list_loads():
+            if state.is_draining:
+                continue
+            fullness_s = _estimate_decodes_s(state, 0, 0)
+            num_engines += 1
+            num_full += self._compute_fullness(state, fullness_s - least_s, limit_s - least_s)
+            if fullness_s > most_s and state is not source and self._has_room(state, request):
+                tokens = request.num_blocks * state.config.block_size_tokens
+                if _estimate_decodes_s(state, 1, tokens) <= limit_s:
+                    best, most_s = state.engine_id, fullness_s
+        return best if num_full <= num_engines - 1 else None
+
+    def _compute_fullness(self, state: EngineState, decodes_s: float, most_s: float) -> float:
+        """Compute which part of the packed decodes that an engine can take it has: by time, seats and KV blocks."""
+        return max(
+            decodes_s / most_s if most_s > 0.0 else 1.0,
+            state.num_committed_seqs / (self._fill * state.config.max_num_seqs),
+            state.committed_kv_blocks / (self._fill * max(1, state.load.kv_blocks_total)),
+        )
+
+    def _has_room(self, state: EngineState, request: FlowRequest) -> bool:
+        return (
+            state.engine_id not in request.excluded
+            and state.committed_kv_blocks + request.num_blocks <= self._fill * state.load.kv_blocks_total
+            and state.num_committed_seqs + 1 <= self._fill * state.config.max_num_seqs
+        )
+
+
+def _estimate_decodes_s(state: EngineState, num_more: int, more_tokens: int) -> float:
+    """Estimate an iteration of an engine's decodes alone, with some more, in seconds."""
+    return state.latency.estimate_shape_s(
+        IterationShape(
+            num_decodes=state.num_committed_seqs + num_more,
+            decode_context_tokens=state.load.decode_context_tokens + more_tokens,
+        )
+    )
