@@ -329,7 +329,7 @@ class FlowParameters:
     late_ttft_factor: float = 3.0
     late_share: float = 0.1
     overload_order: OverloadOrder = OverloadOrder.LONGEST_LAST
-    pack_share: float = 0.7
+    pack_share: float = 0.85
     pack_prompt_share: float = 4.0
     credit_s: float = 0.1
     macro_instance_least: int = 4

@@ -81,7 +81,7 @@ OVERLOAD_ORDER = Parameter(
     choices=tuple(OverloadOrder),
     source="Moore, Management Science 15(1), 1968",
 )
-PACK_SHARE = Parameter(name="pack_share_percent", default="70", low=0, high=100, unit="percent")
+PACK_SHARE = Parameter(name="pack_share_percent", default="85", low=0, high=100, unit="percent")
 PACK_PROMPT_SHARE = Parameter(name="pack_prompt_share_percent", default="400", low=0, high=10_000, unit="percent")
 CREDIT = Parameter(name="credit_milliseconds", default="100", low=0, high=10_000, unit="milliseconds")
 MACRO_INSTANCE_LEAST = Parameter(

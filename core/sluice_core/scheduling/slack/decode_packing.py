@@ -1,8 +1,7 @@
 """Where decodes go when engines size their iterations by slack.
 
 A decode goes to the fullest engine on which an iteration of decodes alone stays within ``pack_share`` of its TPOT
-objective, and decodes within that share of the seats and the KV blocks. Engines that are left without decodes compute
-prompts in larger iterations. Where the decodes that there are would leave no engine free, they stay.
+objective. Engines that are left without decodes compute prompts in larger iterations.
 
 A prompt that is done within a few gaps beside decodes gains little by an engine of its own, less than moves cost. So
 decodes gather only if a usual prompt takes ``pack_prompt_share`` of the TPOT objective.
@@ -31,7 +30,7 @@ class DecodePacking:
     def __init__(self, parameters: FlowParameters) -> None:
         self._share = parameters.pack_share
         self._prompt_share = parameters.pack_prompt_share
-        self._fill = min(parameters.pack_share, parameters.watermark)
+        self._watermark = parameters.watermark
         self._prompt_tokens = 0.0
         self._num_placed = 0
 
@@ -59,36 +58,25 @@ class DecodePacking:
         if prompt_s < self._prompt_share * request.tpot_slo_s:
             return None
         limit_s = self._share * request.tpot_slo_s
-        least_s = source.latency.estimate_shape_s(IterationShape(num_decodes=1))
         best, most_s = None, _estimate_decodes_s(source, 0, 0)
         if most_s > limit_s:
             most_s = 0.0  # any engine within the limit is better
-        num_engines, num_full = 0, 0.0
         for state in engines.list_loads():
-            if state.is_draining:
+            if state is source or not self._has_room(state, request):
                 continue
             fullness_s = _estimate_decodes_s(state, 0, 0)
-            num_engines += 1
-            num_full += self._compute_fullness(state, fullness_s - least_s, limit_s - least_s)
-            if fullness_s > most_s and state is not source and self._has_room(state, request):
+            if fullness_s > most_s:
                 tokens = request.num_blocks * state.config.block_size_tokens
                 if _estimate_decodes_s(state, 1, tokens) <= limit_s:
                     best, most_s = state.engine_id, fullness_s
-        return best if num_full <= num_engines - 1 else None
-
-    def _compute_fullness(self, state: EngineState, decodes_s: float, most_s: float) -> float:
-        """Compute which part of the packed decodes that an engine can take it has: by time, seats and KV blocks."""
-        return max(
-            decodes_s / most_s if most_s > 0.0 else 1.0,
-            state.num_committed_seqs / (self._fill * state.config.max_num_seqs),
-            state.committed_kv_blocks / (self._fill * max(1, state.load.kv_blocks_total)),
-        )
+        return best
 
     def _has_room(self, state: EngineState, request: FlowRequest) -> bool:
         return (
-            state.engine_id not in request.excluded
-            and state.committed_kv_blocks + request.num_blocks <= self._fill * state.load.kv_blocks_total
-            and state.num_committed_seqs + 1 <= self._fill * state.config.max_num_seqs
+            not state.is_draining
+            and state.engine_id not in request.excluded
+            and state.committed_kv_blocks + request.num_blocks <= self._watermark * state.load.kv_blocks_total
+            and state.num_committed_seqs + 1 <= self._watermark * state.config.max_num_seqs
         )
 
 
