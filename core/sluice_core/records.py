@@ -240,8 +240,9 @@ class Hold:
 
     Args:
         request_id: The request.
-        reason: ``no_engine``, ``room`` (decodes fill every chunk), ``kv``, ``late_binding``, ``recovery_cap``,
-            ``saved_tpot`` (a prefill would take longer than decodes have saved, or the phase than the TTFT objective).
+        reason: ``no_engine``, ``room`` (decodes fill every chunk), ``kv``, ``seats``, ``late_binding``,
+            ``recovery_cap``, or ``saved_tpot`` (a prefill would take longer than decodes have saved, or the phase than
+            the TTFT objective).
     """
 
     request_id: RequestId

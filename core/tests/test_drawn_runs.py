@@ -20,7 +20,7 @@ from test_sim_prefix_reuse import share_prefixes
 from test_simulation import SLO, STRATEGIES, make_arrivals, make_engines
 
 from sluice_core.latency.transfer import LinkSpeed
-from sluice_core.records import EarlyRejection, EngineId, FlowParameters, PrefillOrder, Role, Slo
+from sluice_core.records import EarlyRejection, EngineId, FlowParameters, OverloadOrder, PrefillOrder, Role, Slo
 from sluice_core.sim.cell import (
     AddEngineEvent,
     Cell,
@@ -101,6 +101,9 @@ def draw_cell(rng, name):
         grant_wait_s=rng.choice((0.3, 3.0)),
         tpot_share=rng.choice((0.8, 0.98)),
         late_ttft_factor=rng.choice((1.0, 3.0)),
+        late_share=rng.choice((0.1, 0.5, 1.0)),
+        overload_order=rng.choice(list(OverloadOrder)),
+        pack_prompt_share=rng.choice((0.0, 0.5)),
         pack_share=rng.choice((0.0, 0.7)),
         credit_s=rng.choice((0.0, 0.1)),
         macro_instance_least=rng.choice((1, 2, 4)),

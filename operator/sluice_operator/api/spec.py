@@ -112,8 +112,16 @@ class ParametersSpec(ManifestModel):
     late_ttft_factor_percent: Annotated[int, Field(strict=True, ge=100, le=400)] = 300
     """Sluice: a prompt that can no longer meet its TTFT objective waits as if it were so many times as long.
     100: it keeps its place."""
-    pack_share_percent: Annotated[int, Field(strict=True, ge=0, le=100)] = 70
+    late_share_percent: Annotated[int, Field(strict=True, ge=0, le=100)] = 10
+    """Sluice: share of the prefill time that such prompts get together while others can meet their objectives.
+    100: they go by lateTtftFactorPercent alone, whoever else becomes late."""
+    overload_order: Literal["LongestLast", "Deadline"] = "LongestLast"
+    """Sluice: which prompts go behind when not all can meet their TTFT objectives.
+    LongestLast: the longest, so that most others can. Deadline: none; the earliest deadline goes first."""
+    pack_share_percent: Annotated[int, Field(strict=True, ge=0, le=100)] = 85
     """Sluice: share of the TPOT objective up to which decodes gather on one engine. 0: they stay where they begin."""
+    pack_prompt_share_percent: Annotated[int, Field(strict=True, ge=0, le=10_000)] = 400
+    """Sluice: decodes gather only if a usual prompt takes this share of the TPOT objective. 0: whatever it takes."""
     credit_milliseconds: Annotated[int, Field(strict=True, ge=0, le=10_000)] = 100
     """Sluice: prefill work that an engine is given ahead; what comes later waits at the router. 0: nothing waits."""
     macro_instance_least: Annotated[int, Field(strict=True, ge=1, le=256)] = 4
