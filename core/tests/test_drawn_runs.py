@@ -11,6 +11,7 @@ import csv
 import json
 import random
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -90,6 +91,7 @@ def draw_cell(rng, name):
         sends_parts=rng.random() < 0.7,
         report_s=rng.choice((0.0, 0.0, 0.03, 0.3)),
     )
+    other = deepcopy(rng)  # what it draws leaves all that is drawn later as it was
     parameters = FlowParameters(
         early_rejection=rng.choice(list(EarlyRejection)),
         watermark=rng.choice((0.5, 0.95)),
@@ -101,9 +103,9 @@ def draw_cell(rng, name):
         grant_wait_s=rng.choice((0.3, 3.0)),
         tpot_share=rng.choice((0.8, 0.98)),
         late_ttft_factor=rng.choice((1.0, 3.0)),
-        late_share=rng.choice((0.1, 0.5, 1.0)),
-        overload_order=rng.choice(list(OverloadOrder)),
-        pack_prompt_share=rng.choice((0.0, 0.5)),
+        late_share=other.choice((0.1, 0.5, 1.0)),
+        overload_order=other.choice(list(OverloadOrder)),
+        pack_prompt_share=other.choice((0.0, 0.5)),
         pack_share=rng.choice((0.0, 0.7)),
         credit_s=rng.choice((0.0, 0.1)),
         macro_instance_least=rng.choice((1, 2, 4)),

@@ -35,7 +35,7 @@ class WaitingOrder:
     def __init__(self, parameters: FlowParameters) -> None:
         self._late_ttft_factor = parameters.late_ttft_factor
         self._late_share = parameters.late_share
-        self._puts_longest_last = parameters.overload_order is OverloadOrder.LONGEST_LAST
+        self._puts_longest_last = parameters.overload_order == OverloadOrder.LONGEST_LAST
         # Of the fastest engine at the last pass: seconds per token, and per squared token for attention.
         self._token_s = 0.0
         self._square_s = 0.0
