@@ -307,7 +307,8 @@ class FlowParameters:
             deadlines, whoever else becomes late.
         overload_order: See ``OverloadOrder``.
         pack_share: Share of the TPOT SLO up to which decodes gather on one engine; 0: they stay where they begin.
-        pack_prompt_share: Time of the usual prompt, as a share of the TPOT SLO, from which on they gather.
+        pack_prompt_share: Time of the usual prompt, as a share of the TPOT SLO, from which on they gather;
+            manifests cannot set it.
         credit_s: Prefill work, in seconds, that an engine is given ahead; 0: all of it, as it arrives.
         macro_instance_least: N_l, engines of the macro instance that a split makes (EcoServe, section 3.5.1).
         macro_instance_most: N_u, most engines of one; it counts as ``2 * N_l - 1`` where it is less.

@@ -82,7 +82,6 @@ OVERLOAD_ORDER = Parameter(
     source="Moore, Management Science 15(1), 1968",
 )
 PACK_SHARE = Parameter(name="pack_share_percent", default="85", low=0, high=100, unit="percent")
-PACK_PROMPT_SHARE = Parameter(name="pack_prompt_share_percent", default="400", low=0, high=10_000, unit="percent")
 CREDIT = Parameter(name="credit_milliseconds", default="100", low=0, high=10_000, unit="milliseconds")
 MACRO_INSTANCE_LEAST = Parameter(
     name="macro_instance_least", default="4", low=1, high=256, unit="engines", source="EcoServe, section 4.3.2: N_l"
@@ -113,7 +112,6 @@ PARAMETERS = (
     LATE_SHARE,
     OVERLOAD_ORDER,
     PACK_SHARE,
-    PACK_PROMPT_SHARE,
     CREDIT,
     MACRO_INSTANCE_LEAST,
     MACRO_INSTANCE_MOST,
@@ -156,7 +154,6 @@ def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], stra
         late_share=int(read[LATE_SHARE.name]) / 100,
         overload_order=OverloadOrder(read[OVERLOAD_ORDER.name]),
         pack_share=int(read[PACK_SHARE.name]) / 100,
-        pack_prompt_share=int(read[PACK_PROMPT_SHARE.name]) / 100,
         credit_s=int(read[CREDIT.name]) / 1000,
         macro_instance_least=int(read[MACRO_INSTANCE_LEAST.name]),
         macro_instance_most=int(read[MACRO_INSTANCE_MOST.name]),
@@ -187,7 +184,6 @@ def format_parameters(rows: tuple[Parameter, ...], parameters: FlowParameters) -
         LATE_SHARE.name: str(round(parameters.late_share * 100)),
         OVERLOAD_ORDER.name: str(parameters.overload_order.value),
         PACK_SHARE.name: str(round(parameters.pack_share * 100)),
-        PACK_PROMPT_SHARE.name: str(round(parameters.pack_prompt_share * 100)),
         CREDIT.name: str(round(parameters.credit_s * 1000)),
         MACRO_INSTANCE_LEAST.name: str(parameters.macro_instance_least),
         MACRO_INSTANCE_MOST.name: str(parameters.macro_instance_most),
