@@ -106,7 +106,7 @@ class SlackBatching(ChunkedPrefillPolicy):
         )
         limit_s = slack_s - engine.under_way_s
         if engine.num_decodes + engine.num_joining > len(decodes):
-            # Some begin with the iteration under way, or have just come: their slack is one gap, and what they catch up.
+            # Some begin with the iteration under way, or have just come: they have one gap, and what they catch up.
             gap_s = self._tpot_share * decodes.least_tpot_slo_s
             limit_s = min(limit_s, gap_s + max(0, self._catch_up_tokens - 1) * max(0.0, gap_s - decode_s))
         return limit_s
