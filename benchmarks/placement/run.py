@@ -31,18 +31,18 @@ from sluice_core.kv import KvBlocks
 from sluice_core.records import (
     EngineId,
     EngineLoad,
-    FlowParameters,
     IterationShape,
     Place,
     PrefillRequest,
     RequestId,
     Role,
     Slo,
+    StrategyParameters,
 )
 from sluice_core.scheduling.decode_flow import FlowPolicy
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.placement import LengthAwarePlacement
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def measure_placement(num_engines: int, case: str, num_decisions: int) -> dict[s
     """Time decisions and the reports that follow them."""
     rng = random.Random(num_engines)
     table = make_table(rng, num_engines, case)
-    policy = LengthAwarePlacement(FlowParameters(), random.Random(1))
+    policy = LengthAwarePlacement(StrategyParameters(), random.Random(1))
     slo = Slo(ttft_s=1e-3 if case == "nothing" else 4.0, tpot_s=0.07)
     submit_numbers = dict.fromkeys((state.engine_id for state in table), 0)
     hashes = [rng.getrandbits(64) for _ in range(500)] if case == "cached" else []
@@ -178,7 +178,7 @@ def join(decodes: DecodeSet, request_id: str, now: float, output_tokens: int) ->
 def measure_flow(num_decodes: int, num_moves: int, num_iterations: int) -> dict[str, object]:
     """Time ``advance`` + ``propose`` of a D-heavy engine that degrades ``num_moves`` decodes per iteration."""
     decodes = make_decodes(num_decodes, Role.DECODE_HEAVY)
-    policy = FlowPolicy(FlowParameters(watermark=0.9), random.Random(1))
+    policy = FlowPolicy(StrategyParameters(watermark=0.9), random.Random(1))
     samples: list[int] = []
     num_proposed = 0
     blocks_each = 64

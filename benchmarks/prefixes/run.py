@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice_core.latency.measured_profiles import load_model_on_gpu
-from sluice_core.records import EngineId, FlowParameters, Hold, Place, Role, Slo
+from sluice_core.records import EngineId, Hold, Place, Role, Slo, StrategyParameters
 from sluice_core.scheduling.baselines import PLACEMENTS
-from sluice_core.scheduling.placement import PlacementPolicy
+from sluice_core.scheduling.prefill_placement import PlacementPolicy
 from sluice_core.sim.cell import Cell, EngineSetup, SimOptions
 from sluice_core.sim.goodput import search_goodput
 from sluice_core.sim.metrics import RunSummary, compute_percentile, summarize
@@ -55,7 +55,7 @@ class SessionAffinity(PlacementPolicy):
 
     sessions: dict[str, tuple[int, ...]] = {}  # noqa: RUF012 - of the run under way, by request
 
-    def __init__(self, parameters: FlowParameters, rng: random.Random, num_records: int = 0) -> None:
+    def __init__(self, parameters: StrategyParameters, rng: random.Random, num_records: int = 0) -> None:
         del parameters, rng, num_records
 
     def assign(self, now: float, waiting: Iterable[PrefillRequest], engines: EngineTable) -> list[Decision]:

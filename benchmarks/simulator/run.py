@@ -28,7 +28,7 @@ from pathlib import Path
 
 import sluice_core.sim.engine.sim_engine
 from sluice_core.latency.measured_profiles import load_model_on_gpu
-from sluice_core.records import EarlyRejection, EngineId, FlowParameters, Role, Slo
+from sluice_core.records import EarlyRejection, EngineId, Role, Slo, StrategyParameters
 from sluice_core.sim.cell import GC_THRESHOLD, Cell, EngineSetup, NoGrant, SimOptions, TtftEnd
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import TraceRow, parse_trace
@@ -131,7 +131,7 @@ def make_cell(case: SimulatorCase) -> Cell:
     return Cell(
         engines=engines,
         strategy=get_strategy(case.strategy).vary(placement=case.placement),
-        parameters=FlowParameters(early_rejection=EarlyRejection.RANDOM),
+        parameters=StrategyParameters(early_rejection=EarlyRejection.RANDOM),
         options=SimOptions(no_grant=NoGrant.WAIT, ttft_end=TtftEnd.DECODE_JOIN),
     )
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from sluice_cli.simulation.trace_files import load_rows
 from sluice_core.latency.measured_profiles import load_model_on_gpu
-from sluice_core.records import EngineId, FlowParameters, Role, Slo
+from sluice_core.records import EngineId, Role, Slo, StrategyParameters
 from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, MAX_BATCH_TOKENS, Cell, EngineSetup
 from sluice_core.sim.goodput import NoGoodputError, search_goodput
 from sluice_core.sim.workload import PoissonWorkload
@@ -72,7 +72,7 @@ def build_engines(cell: StrategyCell, engines: str) -> list[EngineSetup]:
     return setups
 
 
-def measure(cell: StrategyCell, system: str, parameters: FlowParameters, seeds: Sequence[int]) -> list[float]:
+def measure(cell: StrategyCell, system: str, parameters: StrategyParameters, seeds: Sequence[int]) -> list[float]:
     """Measures the goodput of each seed, in requests/s; 0 where no rate passes."""
     strategy, _, engines = system.partition(" ")
     slo = Slo(ttft_s=cell.slo[0], tpot_s=cell.slo[1])
@@ -92,11 +92,11 @@ def measure(cell: StrategyCell, system: str, parameters: FlowParameters, seeds: 
 
 
 def compare(
-    cell: StrategyCell, own: str, ablations: Mapping[str, FlowParameters], seeds: Sequence[int]
+    cell: StrategyCell, own: str, ablations: Mapping[str, StrategyParameters], seeds: Sequence[int]
 ) -> dict[str, list[float]]:
     """Measures every system of a cell; returns goodputs by system."""
-    rows = {own: measure(cell, own, FlowParameters(), seeds)}
-    rows |= {rival: measure(cell, rival, FlowParameters(), seeds) for rival in cell.rivals}
+    rows = {own: measure(cell, own, StrategyParameters(), seeds)}
+    rows |= {rival: measure(cell, rival, StrategyParameters(), seeds) for rival in cell.rivals}
     return rows | {name: measure(cell, own, parameters, seeds) for name, parameters in ablations.items()}
 
 
@@ -117,7 +117,7 @@ def main() -> None:
     tables = tomllib.loads((FOLDER / "cells.toml").read_text())
     own, seeds = tables["systems"]["sluice"], range(1, arguments.seeds + 1)
     chosen = tables["ablations"] if arguments.ablations else {}
-    ablations = {name: FlowParameters(**values) for name, values in chosen.items()}
+    ablations = {name: StrategyParameters(**values) for name, values in chosen.items()}
     figures: dict[str, dict[str, list[float]]] = {}
     for name in arguments.only or tables["cells"]:
         cell = StrategyCell(**tables["cells"][name])

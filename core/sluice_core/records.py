@@ -285,7 +285,7 @@ class MoveProposal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlowParameters:
+class StrategyParameters:
     """Live parameters of the strategies. Defaults: TaiChi, sections 3.3 and 4.1; bounds: the CRD.
 
     Args:
@@ -390,7 +390,7 @@ class Plan:
     cluster_uid: str
     generation: int
     strategy: str
-    parameters: FlowParameters
+    parameters: StrategyParameters
     slo_classes: tuple[SloClass, ...]
     attainment: float
     engines: dict[EngineId, EnginePlan] = field(default_factory=dict)

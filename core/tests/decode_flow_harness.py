@@ -3,7 +3,7 @@
 import random
 
 from sluice_core.kv import KvBlocks
-from sluice_core.records import FlowParameters, RequestId, Role
+from sluice_core.records import RequestId, Role, StrategyParameters
 from sluice_core.scheduling.decode_flow import (
     FlowPolicy,
 )
@@ -41,7 +41,7 @@ def join(decodes, name, *, now=0.0, output_tokens=1, length=None, tpot_s=0.0, ta
 def make_policy(**changes):
     switches = {key: changes.pop(key) for key in ("moves_first_decodes", "degrades", "flows_back") if key in changes}
     parameters = {"watermark": 0.9, "min_tokens_between_moves": 16} | changes
-    return FlowPolicy(FlowParameters(**parameters), random.Random(0), **switches)
+    return FlowPolicy(StrategyParameters(**parameters), random.Random(0), **switches)
 
 
 def names(proposals):

@@ -10,19 +10,19 @@ from sluice_core.records import (
     EarlyRejection,
     EngineId,
     EngineLoad,
-    FlowParameters,
     IterationShape,
     PrefillRequest,
     RequestId,
     Role,
     Slo,
+    StrategyParameters,
 )
 from sluice_core.scheduling.engine_table import (
     PROVEN_OBSERVATIONS,
     EngineConfig,
     EngineTable,
 )
-from sluice_core.scheduling.placement import (
+from sluice_core.scheduling.prefill_placement import (
     LengthAwarePlacement,
 )
 
@@ -72,7 +72,7 @@ def make_request(number=0, *, tokens=1000, ttft_s=5.0, arrival_s=0.0, **fields):
 
 
 def make_policy(early_rejection=EarlyRejection.OFF, seed=0):
-    return LengthAwarePlacement(FlowParameters(early_rejection=early_rejection), random.Random(seed))
+    return LengthAwarePlacement(StrategyParameters(early_rejection=early_rejection), random.Random(seed))
 
 
 def decide(table, request, policy=None, now=0.0):

@@ -6,11 +6,11 @@ import math
 import random
 
 from sluice_core.latency import IterationProfile
-from sluice_core.planning.candidates import (
+from sluice_core.planning.slider_search import SearchEffort
+from sluice_core.planning.slider_space import (
     SearchSpace,
     SliderCandidate,
 )
-from sluice_core.planning.search import SearchEffort
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialResult
 from sluice_core.records import EngineId, Role, Slo
 from sluice_core.sim.cell import EngineSetup

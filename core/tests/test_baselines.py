@@ -8,7 +8,6 @@ from sluice_core.records import (
     EarlyRejection,
     EngineId,
     EngineLoad,
-    FlowParameters,
     Hold,
     IterationShape,
     PrefillRequest,
@@ -16,6 +15,7 @@ from sluice_core.records import (
     RequestId,
     Role,
     Slo,
+    StrategyParameters,
 )
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
@@ -44,7 +44,7 @@ def make_requests(number, **changes):
 
 
 def place(name, table, requests):
-    policy = PLACEMENTS[name](FlowParameters(), random.Random(0))
+    policy = PLACEMENTS[name](StrategyParameters(), random.Random(0))
     return [getattr(decision, "engine_id", None) for decision in policy.assign(0.0, requests, table)]
 
 
@@ -68,7 +68,7 @@ def test_least_work_prefers_the_emptier_engine_among_equal_queues():
 
 def test_the_shortest_queue_takes_what_it_cannot_serve_in_time_and_what_it_has_no_kv_for():
     table = make_table(900_000, 800_000, used=(0, 1000))
-    policy = PLACEMENTS["shortest_queue"](FlowParameters(), random.Random(0))
+    policy = PLACEMENTS["shortest_queue"](StrategyParameters(), random.Random(0))
     (decision,) = policy.assign(0.0, make_requests(1), table)
     assert (decision.engine_id, decision.reason, decision.is_feasible) == ("e1", "shortest_queue", False)
     assert [record.decision for record in policy.records] == [decision]
@@ -79,13 +79,13 @@ def test_of_equally_short_queues_the_one_with_the_most_kv_left_is_taken_and_plac
 
 
 def test_the_shortest_queue_is_first_come_first_served():
-    policy = PLACEMENTS["shortest_queue"](FlowParameters(), random.Random(0))
+    policy = PLACEMENTS["shortest_queue"](StrategyParameters(), random.Random(0))
     decisions = policy.assign(0.0, reversed(make_requests(3)), make_table(0))
     assert [decision.request_id for decision in decisions] == ["r0", "r1", "r2"]
 
 
 def test_the_shortest_queue_rejects_early_only_if_it_may():
-    late, table = FlowParameters(early_rejection=EarlyRejection.REJECT), make_table(900_000, 800_000)
+    late, table = StrategyParameters(early_rejection=EarlyRejection.REJECT), make_table(900_000, 800_000)
     for state in list(table.list_loads()):
         for _ in range(200):
             table.observe_iteration(state.engine_id, IterationShape(prefill_tokens=512, num_chunks=1), 0.06)
@@ -99,7 +99,7 @@ def test_the_shortest_queue_rejects_early_only_if_it_may():
 def test_excluded_engines_are_avoided_and_no_engine_is_a_hold(name):
     table = make_table(0, 0)
     assert place(name, table, make_requests(2, excluded=frozenset({EngineId("e0")}))) == ["e1", "e1"]
-    policy = PLACEMENTS[name](FlowParameters(), random.Random(0))
+    policy = PLACEMENTS[name](StrategyParameters(), random.Random(0))
     (decision,) = policy.assign(0.0, make_requests(1), make_table(0, chunk=0))
     assert decision.reason == ("room" if name == "shortest_queue" else "no_engine")
     assert isinstance(policy.assign(0.0, make_requests(1), EngineTable())[0], Hold)

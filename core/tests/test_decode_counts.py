@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice_core.kv import KvBlocks
-from sluice_core.records import FlowParameters, RequestId
+from sluice_core.records import RequestId, StrategyParameters
 from sluice_core.scheduling import decode_flow
 from sluice_core.scheduling.decode_flow import (
     MAX_STANDING_PROPOSALS,
@@ -158,7 +158,7 @@ def test_counts_add_up_after_any_history(events):
             decodes.role = rng.choice([P, D])
             decodes.is_draining = rng.random() < 0.2
         elif event == "alpha":
-            policy.parameters = FlowParameters(approaching_factor=rng.choice([0.5, 0.96]))
+            policy.parameters = StrategyParameters(approaching_factor=rng.choice([0.5, 0.96]))
         decodes.advance(RequestId(name) for name in members if rng.random() < 0.2)
         assert set(names(policy.propose(float(now), decodes))) <= set(members)
         assert len(decodes) == len(members)

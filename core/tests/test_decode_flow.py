@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice_core.kv import KvBlocks, blocks_for_tokens
-from sluice_core.records import FlowParameters, MoveCause, RequestId
+from sluice_core.records import MoveCause, RequestId, StrategyParameters
 from sluice_core.scheduling.decode_flow import (
     MAX_PROPOSAL_BACKOFF_S,
     MAX_STANDING_PROPOSALS,
@@ -355,5 +355,5 @@ def test_a_live_alpha_is_in_force_at_the_next_iteration():
     decodes, policy = make_decodes(P), make_policy(approaching_factor=0.96, moves_first_decodes=False)
     join(decodes, "r", output_tokens=100, tpot_s=0.9 * TAU)
     assert policy.propose(0.0, decodes) == []
-    policy.parameters = FlowParameters(approaching_factor=0.8)
+    policy.parameters = StrategyParameters(approaching_factor=0.8)
     assert names(policy.propose(0.0, decodes)) == ["r"]

@@ -25,7 +25,6 @@ from sluice_core.records import (
     EarlyRejection,
     EngineId,
     EngineLoad,
-    FlowParameters,
     Hold,
     IterationShape,
     MoveCause,
@@ -35,6 +34,7 @@ from sluice_core.records import (
     RequestId,
     Role,
     Slo,
+    StrategyParameters,
 )
 from sluice_core.scheduling.batching import EngineBatch, RequestKind
 from sluice_core.scheduling.decode_flow import FlowRequest
@@ -60,7 +60,7 @@ NUMBERS = range(16)
 
 def draw_parameters(rng):
     other = deepcopy(rng)  # what it draws leaves all that is drawn later as it was
-    return FlowParameters(
+    return StrategyParameters(
         early_rejection=rng.choice(list(EarlyRejection)),
         watermark=rng.choice((0.5, 0.95)),
         approaching_factor=rng.choice((0.6, 0.96)),

@@ -21,7 +21,7 @@ from test_sim_prefix_reuse import share_prefixes
 from test_simulation import SLO, STRATEGIES, make_arrivals, make_engines
 
 from sluice_core.latency.transfer import LinkSpeed
-from sluice_core.records import EarlyRejection, EngineId, FlowParameters, OverloadOrder, PrefillOrder, Role, Slo
+from sluice_core.records import EarlyRejection, EngineId, OverloadOrder, PrefillOrder, Role, Slo, StrategyParameters
 from sluice_core.sim.cell import (
     AddEngineEvent,
     Cell,
@@ -92,7 +92,7 @@ def draw_cell(rng, name):
         report_s=rng.choice((0.0, 0.0, 0.03, 0.3)),
     )
     other = deepcopy(rng)  # what it draws leaves all that is drawn later as it was
-    parameters = FlowParameters(
+    parameters = StrategyParameters(
         early_rejection=rng.choice(list(EarlyRejection)),
         watermark=rng.choice((0.5, 0.95)),
         approaching_factor=rng.choice((0.6, 0.96)),

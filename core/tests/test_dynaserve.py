@@ -12,12 +12,12 @@ from test_simulation import make_arrivals, make_engines, run
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import (
-    FlowParameters,
     IterationShape,
     MoveCause,
     RequestId,
     Role,
     Slo,
+    StrategyParameters,
 )
 from sluice_core.scheduling.batching import EngineBatch
 from sluice_core.scheduling.decode_set import SPLIT_LEAD_TOKENS, SPLIT_RETRY_TOKENS, DecodeSet
@@ -66,7 +66,7 @@ def test_the_table_keeps_the_99th_percentile():
 
 
 def make_policy(latency=A100, **changes):
-    policy = DYNASERVE.make_engine(FlowParameters(**changes))
+    policy = DYNASERVE.make_engine(StrategyParameters(**changes))
     decodes = DecodeSet(block_size_tokens=16, max_num_seqs=64)
     decodes.kv_blocks_total = 1000
     policy.bind(decodes, latency)

@@ -12,7 +12,6 @@ from sluice_core.records import (
     EarlyRejection,
     EngineId,
     EngineLoad,
-    FlowParameters,
     Hold,
     IterationShape,
     Leg,
@@ -23,6 +22,7 @@ from sluice_core.records import (
     RequestId,
     Role,
     Slo,
+    StrategyParameters,
 )
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
@@ -253,7 +253,7 @@ def test_fewer_decodes_than_were_expected_have_less_left():
 
 
 def make_placement(**changes):
-    placement = SplitPlacement(FlowParameters(**changes), random.Random(1))
+    placement = SplitPlacement(StrategyParameters(**changes), random.Random(1))
     placement.lengths = KnownLengths({RequestId("r"): 1000})
     return placement
 
@@ -288,7 +288,7 @@ def test_the_pair_is_turned_where_that_is_sooner():
     """No cut of the answer makes up for a prompt behind a long queue."""
     table = make_table(make_busy(9000), make_load())
     assert place(table).engine_id == "e1"
-    bound = SplitPlacement(FlowParameters(), random.Random(1), is_bound_to_sides=True)
+    bound = SplitPlacement(StrategyParameters(), random.Random(1), is_bound_to_sides=True)
     bound.lengths = KnownLengths({RequestId("r"): 1000})
     assert place(make_table(make_busy(9000), make_load()), bound).engine_id == "e0"
 
@@ -361,7 +361,7 @@ def test_what_is_committed_moves_the_next_cut():
     ],
 )
 def test_the_second_part_runs_where_it_was_planned_to(changes, target):
-    router = DYNASERVE.make_router(FlowParameters(), random.Random(1))
+    router = DYNASERVE.make_router(StrategyParameters(), random.Random(1))
     table = make_table(make_load(), make_load(kv_blocks_used=500), make_load(kv_blocks_used=900))
     values = {
         "request_id": RequestId("r"),
@@ -374,7 +374,7 @@ def test_the_second_part_runs_where_it_was_planned_to(changes, target):
 
 
 def test_another_strategy_carries_no_plan_out():
-    router = get_strategy("taichi").make_router(FlowParameters(), random.Random(1))
+    router = get_strategy("taichi").make_router(StrategyParameters(), random.Random(1))
     request = FlowRequest(
         request_id=RequestId("r"),
         cause=MoveCause.SPLIT,

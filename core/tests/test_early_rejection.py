@@ -5,9 +5,9 @@ import random
 import pytest
 from placement_harness import BUSY, make_request, make_table
 
-from sluice_core.records import EarlyRejection, FlowParameters, Place, Reject
+from sluice_core.records import EarlyRejection, Place, Reject, StrategyParameters
 from sluice_core.scheduling.baselines import PLACEMENTS, ShortestQueuePlacement
-from sluice_core.scheduling.placement import LengthAwarePlacement
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
 from sluice_core.scheduling.slack.slack_placement import SlackPlacement
 from sluice_core.scheduling.splitting.split_placement import SplitPlacement
@@ -18,7 +18,7 @@ SHORT_S = 0.01
 
 def decide(make, early_rejection, *engines, ttft_s=SHORT_S):
     # Without a credit a late prompt is not held back for its own turn.
-    parameters = FlowParameters(early_rejection=early_rejection, credit_s=0.0)
+    parameters = StrategyParameters(early_rejection=early_rejection, credit_s=0.0)
     (decision,) = make(parameters, random.Random(0), 0).assign(0.0, [make_request(ttft_s=ttft_s)], make_table(*engines))
     return decision
 

@@ -14,7 +14,6 @@ from sluice_core.records import (
     EarlyRejection,
     EngineId,
     EngineLoad,
-    FlowParameters,
     Hold,
     MoveCause,
     Place,
@@ -23,6 +22,7 @@ from sluice_core.records import (
     RequestId,
     Role,
     Slo,
+    StrategyParameters,
 )
 from sluice_core.scheduling.batching import EngineBatch, RequestKind
 from sluice_core.scheduling.decode_set import DecodeSet
@@ -45,7 +45,7 @@ NOW = 10.0
 
 
 def make_policy() -> PhaseBatching:
-    policy = ECOSERVE.make_engine(FlowParameters())
+    policy = ECOSERVE.make_engine(StrategyParameters())
     assert isinstance(policy, PhaseBatching)
     return policy
 
@@ -225,7 +225,7 @@ def ask(number: int = 0, *, tokens: int = 1000, ttft_s: float = 5.0, arrival_s: 
 
 
 def make_placement(**parameters) -> RollingPlacement:
-    return RollingPlacement(FlowParameters(**parameters), random.Random(1))
+    return RollingPlacement(StrategyParameters(**parameters), random.Random(1))
 
 
 def place(placement: RollingPlacement, table: EngineTable, *requests: PrefillRequest, now: float = NOW) -> list[str]:
@@ -526,7 +526,7 @@ def test_runs_end_whole_through_failures_drains_splits_and_too_little_kv(is_ahea
     cell = Cell(
         engines=engines,
         strategy=ECOSERVE,
-        parameters=FlowParameters(macro_instance_least=2, macro_instance_most=4),
+        parameters=StrategyParameters(macro_instance_least=2, macro_instance_most=4),
         options=SimOptions(schedules_ahead=is_ahead),
         events=events,
         seed=seed,
@@ -538,4 +538,4 @@ def test_runs_end_whole_through_failures_drains_splits_and_too_little_kv(is_ahea
 
 def test_parameters_are_read_in_core_units():
     values = {"macro_instance_least": "2", "macro_instance_most": "5"}
-    assert ECOSERVE.read_parameters(values) == FlowParameters(macro_instance_least=2, macro_instance_most=5)
+    assert ECOSERVE.read_parameters(values) == StrategyParameters(macro_instance_least=2, macro_instance_most=5)

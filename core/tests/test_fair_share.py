@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice_core.scheduling.fair_share import FairShare
-from sluice_core.scheduling.holding import MAX_ASSIGNED_AT_ONCE, Urgency, compute_urgency
+from sluice_core.scheduling.waiting_order import MAX_ASSIGNED_AT_ONCE, Urgency, compute_urgency
 
 
 class Request(NamedTuple):

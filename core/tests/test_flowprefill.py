@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_simulation import A100_14B, make_arrivals, make_engines, run
 
-from sluice_core.records import FlowParameters, PrefillOrder, RequestId, Role, Slo
+from sluice_core.records import PrefillOrder, RequestId, Role, Slo, StrategyParameters
 from sluice_core.scheduling.batching import EngineBatch
 from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
 from sluice_core.scheduling.prefill_order.event_driven_selection import EventDrivenSelector
@@ -284,7 +284,7 @@ def test_everybody_is_served_with_too_few_blocks(schedules_ahead, shape, order):
         cell = Cell(
             engines=make_engines(shape, blocks=24),
             strategy=FLOWPREFILL,
-            parameters=FlowParameters(prefill_order=order),
+            parameters=StrategyParameters(prefill_order=order),
             options=SimOptions(schedules_ahead=schedules_ahead),
             seed=seed,
         )
@@ -317,7 +317,7 @@ def test_a_batch_of_short_prompts_is_one_iteration():
         cell = Cell(
             engines=make_engines(((1, CHUNK),)),
             strategy=FLOWPREFILL,
-            parameters=FlowParameters(batch_token_budget=budget),
+            parameters=StrategyParameters(batch_token_budget=budget),
         )
         # The first is alone: nobody else was there when its iteration began.
         assert run(cell, arrivals).engines[0].counters.num_iterations == num_iterations

@@ -7,7 +7,7 @@ import pytest
 
 from sluice_core.latency.architecture import Architecture, read_architecture
 from sluice_core.latency.interface import UnknownModelError
-from sluice_core.latency.iteration_profile import TABLE_STEP_TOKENS
+from sluice_core.latency.iteration_time import TABLE_STEP_TOKENS
 from sluice_core.latency.known_gpus import GPUS
 from sluice_core.latency.known_models import MODELS
 from sluice_core.latency.measured_profiles import Assumptions, ProfileKind, load_model_on_gpu

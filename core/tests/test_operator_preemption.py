@@ -8,7 +8,7 @@ import pytest
 from test_flowprefill import FLOWPREFILL, SLOS
 from test_simulation import A100_14B, make_arrivals, make_engines, run
 
-from sluice_core.records import FlowParameters, Slo
+from sluice_core.records import Slo, StrategyParameters
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.sim.cell import Arrival, Cell, FailEvent, SimOptions
 from sluice_core.sim.requests import RequestState
@@ -20,7 +20,7 @@ CHUNK, OPERATORS, BUDGET = 2048, 240, 1500
 
 def make_cell(num_operators=OPERATORS, shape=((1, CHUNK),), blocks=4000, **changes):
     engines = make_engines(shape, blocks=blocks, max_num_seqs=64, operators_per_iteration=num_operators)
-    parameters = FlowParameters(batch_token_budget=BUDGET)
+    parameters = StrategyParameters(batch_token_budget=BUDGET)
     return Cell(engines=engines, strategy=FLOWPREFILL, parameters=parameters, **changes)
 
 

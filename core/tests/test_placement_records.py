@@ -21,11 +21,11 @@ from placement_harness import (
 from sluice_core.records import (
     EngineId,
     EngineLoad,
-    FlowParameters,
     Place,
+    StrategyParameters,
 )
-from sluice_core.scheduling.placement import LengthAwarePlacement
 from sluice_core.scheduling.placement_records import MAX_RECORDED_ENGINES, explain
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 
 
 @settings(max_examples=100, deadline=None)
@@ -79,7 +79,7 @@ def test_a_chosen_engine_among_as_many_as_are_recorded_is_recorded_once():
 def test_records_are_bounded_and_include_the_chosen_engine():
     late = {"iteration_remaining_s": 60.0}
     table = make_table(*[late] * (MAX_RECORDED_ENGINES + 5), {"queued_prefill_tokens": 10}, observations=1)
-    policy = LengthAwarePlacement(FlowParameters(), random.Random(0), num_records=3)
+    policy = LengthAwarePlacement(StrategyParameters(), random.Random(0), num_records=3)
     for number in range(5):
         decision = decide(table, make_request(number, ttft_s=9.0), policy)
         assert decision.engine_id == f"e{MAX_RECORDED_ENGINES + 5}"

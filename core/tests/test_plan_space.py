@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from planning_harness import make_problem, make_space, make_taichi
 
-from sluice_core.planning.candidates import (
+from sluice_core.planning.slider_space import (
     PrefillHeavyBounds,
     list_chunk_sizes,
     list_coarse,

@@ -17,10 +17,10 @@ import pytest
 from planning_harness import SLO, make_problem
 from test_drawn_runs import add_up
 
-from sluice_core.planning.candidates import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
 from sluice_core.planning.planner import Goal, Planner
 from sluice_core.planning.prediction import measure_curves
-from sluice_core.planning.search import SearchEffort
+from sluice_core.planning.slider_search import SearchEffort
+from sluice_core.planning.slider_space import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
 from sluice_core.planning.trials import TrialDetails, TrialResult
 from sluice_core.sim.metrics import RunSummary
 from sluice_core.strategies import STRATEGIES

@@ -16,11 +16,10 @@ import pytest
 
 from sluice_core.latency.architecture import Architecture
 from sluice_core.latency.interface import UnknownModelError
-from sluice_core.latency.iteration_profile import IterationProfile
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.kernels import load_kernels
 from sluice_core.latency.known_gpus import GPUS
 from sluice_core.latency.known_models import MODELS
-from sluice_core.latency.learned_model import OnlineLatencyModel
 from sluice_core.latency.measured_profiles import (
     Assumptions,
     ProfileKind,
@@ -28,6 +27,7 @@ from sluice_core.latency.measured_profiles import (
     compute_kv_capacity_tokens,
     load_model_on_gpu,
 )
+from sluice_core.latency.online_latency_model import OnlineLatencyModel
 from sluice_core.latency.scaled import ScaledLatencyModel
 from sluice_core.latency.transfer import LINKS
 from sluice_core.records import IterationShape

@@ -11,7 +11,7 @@ from test_sim_prefix_reuse import share_prefixes
 from test_simulation import SLO, STRATEGIES, make_arrivals, make_engines
 
 from sluice_core.latency.transfer import LinkSpeed
-from sluice_core.records import EarlyRejection, FlowParameters, Slo
+from sluice_core.records import EarlyRejection, Slo, StrategyParameters
 from sluice_core.sim.cell import Cell, NoGrant, SimOptions, TransferLink, TtftEnd
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.simulation import Simulation
@@ -87,7 +87,7 @@ def make_cell(rng, name, *, blocks, number, hash_block_tokens=None, **options):
     cell = Cell(
         engines=engines,
         strategy=strategy,
-        parameters=FlowParameters(
+        parameters=StrategyParameters(
             early_rejection=rng.choice(list(EarlyRejection)),
             watermark=rng.choice((0.5, 0.95)),
             min_tokens_between_moves=rng.choice((4, 16)),

@@ -8,9 +8,9 @@ import itertools
 import random
 from statistics import fmean
 
-from sluice_core.records import EngineId, EngineLoad, FlowParameters, PrefillRequest, RequestId, Role, Slo
+from sluice_core.records import EngineId, EngineLoad, PrefillRequest, RequestId, Role, Slo, StrategyParameters
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.placement import LengthAwarePlacement
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 
 NUM_ENGINES = 16
 TOKEN_S = 250e-6
@@ -49,7 +49,9 @@ class Fifo:
         self.names = [EngineId(f"e{number}") for number in range(NUM_ENGINES)]
         self.owners = {name: self._choose_owner(name, num_routers) if has_shares else None for name in self.names}
         self.tables = [self._make_table() for _ in range(num_routers)]
-        self.policies = [LengthAwarePlacement(FlowParameters(), random.Random(seed + n)) for n in range(num_routers)]
+        self.policies = [
+            LengthAwarePlacement(StrategyParameters(), random.Random(seed + n)) for n in range(num_routers)
+        ]
         self.jobs = {name: [] for name in self.names}
         self.submits = {name: [0] * num_routers for name in self.names}
         self.events: list[tuple[float, int, tuple]] = []

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_simulation import SLO, make_arrivals, make_engines, run
 
-from sluice_core.latency.iteration_profile import IterationProfile
-from sluice_core.records import FlowParameters, Slo, SloClass
+from sluice_core.latency.iteration_time import IterationProfile
+from sluice_core.records import Slo, SloClass, StrategyParameters
 from sluice_core.sim.cell import Arrival, Cell, RouterSetup, SimOptions
 from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.goodput import NoGoodputError, bisect_rate, search_goodput
@@ -166,7 +166,7 @@ def test_records_survive_the_way_between_processes(simulation):
     slo_class = SloClass(name="chat", slo=SLO, priority=1)
     records = [SLO, slo_class, summary, summary.engines[0], engine, engine.profile, engine.link, engine.link.speed]
     strategy = get_strategy("taichi")
-    records += [FlowParameters(), SimOptions(), RouterSetup(), ROWS[0]]
+    records += [StrategyParameters(), SimOptions(), RouterSetup(), ROWS[0]]
     records += [strategy, strategy.sliders, strategy.parameters[0], *(row.policies for row in STRATEGIES.values())]
     assert pickle.loads(pickle.dumps(records)) == records
     assert {type(record) for record in records} == set(RECORDS)

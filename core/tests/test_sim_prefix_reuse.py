@@ -19,7 +19,7 @@ from test_simulation import (
 )
 
 from sluice_core.latency.transfer import LinkSpeed
-from sluice_core.records import FlowParameters, MoveCause, Slo
+from sluice_core.records import MoveCause, Slo, StrategyParameters
 from sluice_core.sim.cell import Arrival, Cell, FailEvent, NoGrant, SimOptions, TransferLink, TtftEnd
 from sluice_core.sim.engine.prefix_cache import PrefixCache
 from sluice_core.sim.requests import RequestState
@@ -82,7 +82,7 @@ def test_the_fast_simulator_agrees_with_the_plain_one(name, seed, rate, blocks, 
             shape, blocks=blocks, link=TransferLink(speed=LinkSpeed(bytes_per_s=rng.choice((1e8, 150e9))))
         ),
         strategy=strategy,
-        parameters=FlowParameters(watermark=rng.choice((0.5, 0.95))),
+        parameters=StrategyParameters(watermark=rng.choice((0.5, 0.95))),
         options=SimOptions(no_grant=no_grant, ttft_end=ttft_end, hash_block_tokens=hash_block_tokens),
         seed=seed,
     )
@@ -102,7 +102,7 @@ def test_hits_moves_and_preemptions_are_among_what_is_compared():
         cell = Cell(
             engines=make_engines(shape, blocks=40),
             strategy=strategy,
-            parameters=FlowParameters(watermark=0.5),
+            parameters=StrategyParameters(watermark=0.5),
             options=REUSE,
             seed=seed,
         )
@@ -247,7 +247,7 @@ def test_no_block_is_lost_whatever_happens_to_the_cluster(name, ahead, data, see
     cell = Cell(
         engines=engines,
         strategy=strategy,
-        parameters=FlowParameters(watermark=data.draw(st.sampled_from((0.5, 0.95)))),
+        parameters=StrategyParameters(watermark=data.draw(st.sampled_from((0.5, 0.95)))),
         options=SimOptions(schedules_ahead=ahead, hash_block_tokens=data.draw(st.sampled_from((16, 48)))),
         events=data.draw(cluster_events(engines)),
         seed=seed,

@@ -11,7 +11,7 @@ from naive_routers import NaiveRouters
 from test_simulation import SLO, STRATEGIES, describe, make_arrivals, make_engines, run
 
 from sluice_core.latency.scaled import ScaledLatencyModel
-from sluice_core.records import EarlyRejection, FlowParameters, IterationShape, Slo
+from sluice_core.records import EarlyRejection, IterationShape, Slo, StrategyParameters
 from sluice_core.shares import choose_owner
 from sluice_core.sim.cell import Cell, NoGrant, RouterSetup, SimOptions
 from sluice_core.sim.requests import RequestState
@@ -26,7 +26,7 @@ def make_cell(rng, name, routers, *, blocks, **options):
     return Cell(
         engines=make_engines(shape, blocks=blocks),
         strategy=strategy,
-        parameters=FlowParameters(
+        parameters=StrategyParameters(
             early_rejection=rng.choice(list(EarlyRejection)),
             prefill_batch_tokens=8 * blocks,
             grant_wait_s=rng.choice((0.3, 3.0)),

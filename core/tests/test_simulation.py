@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_simulation import NaiveSimulation
 
-from sluice_core.latency.iteration_profile import IterationProfile
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.transfer import LinkSpeed
-from sluice_core.records import EarlyRejection, EngineId, FlowParameters, MoveCause, Role, Slo
+from sluice_core.records import EarlyRejection, EngineId, MoveCause, Role, Slo, StrategyParameters
 from sluice_core.sim.cell import (
     AddEngineEvent,
     Arrival,
@@ -142,7 +142,7 @@ def test_the_fast_simulator_agrees_with_the_plain_one(name, seed, rate, blocks, 
     cell = Cell(
         engines=make_engines(shape, blocks=blocks, link=link),
         strategy=strategy,
-        parameters=FlowParameters(
+        parameters=StrategyParameters(
             early_rejection=rejection,
             watermark=rng.choice((0.5, 0.95)),
             prefill_batch_tokens=8 * blocks,
@@ -162,7 +162,7 @@ def test_moves_of_every_cause_and_preemptions_are_among_what_is_compared():
         cell = Cell(
             engines=make_engines(shape, blocks=40),
             strategy=strategy,
-            parameters=FlowParameters(watermark=0.5),
+            parameters=StrategyParameters(watermark=0.5),
             seed=seed,
         )
         fast = assert_equal_to_naive(cell, make_arrivals(rng, rate=25.0, number=100))
@@ -285,7 +285,7 @@ def make_full_cell(*, ahead, grant_wait_s=10.0, events=(), decode_blocks=15):
     return Cell(
         engines=[big, replace(small, kv_blocks_total=decode_blocks)],
         strategy=get_strategy("disaggregated"),
-        parameters=FlowParameters(grant_wait_s=grant_wait_s),
+        parameters=StrategyParameters(grant_wait_s=grant_wait_s),
         options=SimOptions(schedules_ahead=ahead),
         events=events,
     )
@@ -347,7 +347,7 @@ def test_nothing_is_lost_whatever_dies_while_prefills_wait(seed, ahead, blocks):
     cell = Cell(
         engines=engines,
         strategy=get_strategy("disaggregated"),
-        parameters=FlowParameters(grant_wait_s=rng.choice((0.05, 0.5, 10.0))),
+        parameters=StrategyParameters(grant_wait_s=rng.choice((0.05, 0.5, 10.0))),
         options=SimOptions(schedules_ahead=ahead),
         events=events,
     )
@@ -364,7 +364,7 @@ def test_prompts_are_batched_whole_until_the_gpu_is_saturated(ahead, saturation,
     cell = Cell(
         engines=make_engines(((1, 2048), (1, 0)), blocks=400),
         strategy=get_strategy("disaggregated"),
-        parameters=FlowParameters(prefill_batch_tokens=saturation),
+        parameters=StrategyParameters(prefill_batch_tokens=saturation),
         options=SimOptions(schedules_ahead=ahead, message_s=0.0),
     )
     timeline = Timeline()

@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_simulation import make_engines
 
-from sluice_core.latency.iteration_profile import IterationProfile
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import (
     EarlyRejection,
     EngineId,
     EngineLoad,
-    FlowParameters,
     Hold,
     IterationShape,
     MoveCause,
@@ -25,14 +24,15 @@ from sluice_core.records import (
     RequestId,
     Role,
     Slo,
+    StrategyParameters,
 )
 from sluice_core.scheduling.batching import BatchLimits, EngineBatch
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.decode_set import LOST_BACK_OFF_S, DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.iteration_limit import fit_prefill_room
+from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
 from sluice_core.scheduling.slack.slack_batching import SlackBatching
-from sluice_core.scheduling.slack.waiting_order import WaitingOrder
+from sluice_core.scheduling.slack.slack_waiting_order import WaitingOrder
 from sluice_core.sim.cell import Arrival, Cell, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
@@ -73,7 +73,7 @@ def bind(
     decodes: DecodeSet, *, least_prefill_share: float = 0.0, catch_up_tokens: int = 0, **parameters: float
 ) -> SlackBatching:
     policy = SLUICE.make_engine(
-        FlowParameters(least_prefill_share=least_prefill_share, catch_up_tokens=catch_up_tokens, **parameters)
+        StrategyParameters(least_prefill_share=least_prefill_share, catch_up_tokens=catch_up_tokens, **parameters)
     )
     assert isinstance(policy, SlackBatching)
     policy.bind(decodes, A100)
@@ -217,7 +217,7 @@ def test_prompts_beside_long_answers_near_their_objective_are_in_time(share: flo
     slo = Slo(ttft_s=1.0, tpot_s=0.028)
     arrivals = [Arrival(at_s=0.3 * number, prompt_tokens=300, output_tokens=400, slo=slo) for number in range(80)]
     engines = make_engines(((1, 2048),), blocks=20_000, max_num_seqs=256)
-    parameters = FlowParameters(
+    parameters = StrategyParameters(
         least_prefill_share=share,
         pack_share=0.0,
         late_share=1.0,
@@ -258,7 +258,7 @@ def make_prefill(name: str, arrival_s: float = 10.0, tokens: int = 1000, ttft_s:
 
 
 def assign(table: EngineTable, *waiting: PrefillRequest, now: float = 10.0, **parameters: object) -> list:
-    return SLUICE.make_router(FlowParameters(**parameters), random.Random(1)).assign(now, waiting, table)
+    return SLUICE.make_router(StrategyParameters(**parameters), random.Random(1)).assign(now, waiting, table)
 
 
 def test_a_prefill_goes_where_decodes_leave_most_room():
@@ -320,14 +320,14 @@ def test_no_order_of_waiting_prompts_has_more_of_them_in_time(prompts, busy):
         make_prefill(str(number), tokens=tokens, ttft_s=1e-4 * (tokens + spare + 0.5))
         for number, (tokens, spare) in enumerate(prompts)
     ]
-    found = WaitingOrder(FlowParameters()).sort(10.0, list(waiting), table)
+    found = WaitingOrder(StrategyParameters()).sort(10.0, list(waiting), table)
     assert sorted(found, key=id) == sorted(waiting, key=id)
     most = max(count_in_time(list(order), 10.0 + busy_s) for order in permutations(waiting))
     assert count_in_time(found, 10.0 + busy_s) == most
 
 
 def test_late_prompts_get_their_share_of_the_prefill_time_while_others_can_be_in_time():
-    order = WaitingOrder(FlowParameters(late_share=0.2))
+    order = WaitingOrder(StrategyParameters(late_share=0.2))
     table = make_table(EngineLoad())
     first, seconds = [], {"late": 0.0, "fresh": 0.0}
     for number in range(200):
@@ -349,10 +349,10 @@ def test_late_prompts_get_their_share_of_the_prefill_time_while_others_can_be_in
 def test_owners_take_turns_whatever_the_length_of_their_prompts():
     long, short = make_prefill("long", tokens=60_000), make_prefill("short", tokens=100, ttft_s=0.2)
     table = make_table(EngineLoad())
-    by_length = WaitingOrder(FlowParameters()).sort(10.0, [long, short], table)
+    by_length = WaitingOrder(StrategyParameters()).sort(10.0, [long, short], table)
     assert [one.request_id for one in by_length] == ["short", "long"]
     turns = [replace(long, turn=0), replace(short, turn=1)]
-    assert [one.request_id for one in WaitingOrder(FlowParameters()).sort(10.0, turns, table)] == ["long", "short"]
+    assert [one.request_id for one in WaitingOrder(StrategyParameters()).sort(10.0, turns, table)] == ["long", "short"]
 
 
 def test_a_prompt_waits_at_the_router_while_engines_have_no_seat():
@@ -363,7 +363,7 @@ def test_a_prompt_waits_at_the_router_while_engines_have_no_seat():
 
 
 def test_beyond_one_pass_the_most_urgent_are_those_of_the_same_order():
-    router = SLUICE.make_router(FlowParameters(), random.Random(1))
+    router = SLUICE.make_router(StrategyParameters(), random.Random(1))
     router.assign(10.0, [make_prefill("a"), make_prefill("b")], make_table(EngineLoad()))
 
     def urgency(arrival_s: float, *, is_recovery: bool = False):
@@ -397,7 +397,7 @@ def target(
     prompt_tokens: int = 4000,
     **parameters: float,
 ) -> EngineId | None:
-    router = SLUICE.make_router(FlowParameters(**{"pack_share": 0.7, **parameters}), random.Random(1))
+    router = SLUICE.make_router(StrategyParameters(**{"pack_share": 0.7, **parameters}), random.Random(1))
     (placed,) = router.assign(10.0, [make_prefill("before", tokens=prompt_tokens)], make_table(EngineLoad()))
     assert isinstance(placed, Place)
     move = FlowRequest(
@@ -432,7 +432,7 @@ def test_decodes_gather_on_the_fullest_engine_that_keeps_their_objective():
 
 
 def test_drains_move_wherever_there_is_room():
-    router = SLUICE.make_router(FlowParameters(), random.Random(1))
+    router = SLUICE.make_router(StrategyParameters(), random.Random(1))
     move = FlowRequest(request_id=RequestId("r"), cause=MoveCause.DRAIN, source=EngineId("e0"), num_blocks=100)
     assert router.target(10.0, move, make_table(EngineLoad(), EngineLoad())) == "e1"
 
@@ -469,7 +469,7 @@ def test_parameters_are_read_in_core_units():
         "pack_share_percent": "0",
         "credit_milliseconds": "50",
     }
-    assert SLUICE.read_parameters(values) == FlowParameters(
+    assert SLUICE.read_parameters(values) == StrategyParameters(
         tpot_share=0.9,
         least_prefill_share=0.05,
         late_ttft_factor=2.5,

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from test_simulation import SLO, make_engines
 
-from sluice_core.records import EarlyRejection, FlowParameters, MoveCause, Role
+from sluice_core.records import EarlyRejection, MoveCause, Role, StrategyParameters
 from sluice_core.scheduling.baselines import RoundRobinPlacement
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy
@@ -29,7 +29,7 @@ def test_a_row_makes_both_policies_of_its_default_parameters(strategy):
 
 @ROWS
 def test_parameters_survive_the_way_over_the_wire(strategy):
-    assert strategy.read_parameters({}) == FlowParameters()
+    assert strategy.read_parameters({}) == StrategyParameters()
     for name in ("low", "high"):
         values = {row.name: row.choices[-1] if row.choices else str(getattr(row, name)) for row in strategy.parameters}
         assert strategy.format_parameters(strategy.read_parameters(values)) == values
@@ -52,7 +52,7 @@ def test_a_bad_parameter_is_refused_with_the_limit(values, message):
 
 def test_parameters_are_read_in_core_units():
     values = {"watermark_percent": "90", "approaching_factor_percent": "80", "early_rejection": "Reject"}
-    assert get_strategy("taichi").read_parameters(values) == FlowParameters(
+    assert get_strategy("taichi").read_parameters(values) == StrategyParameters(
         watermark=0.9, approaching_factor=0.8, early_rejection=EarlyRejection.REJECT
     )
 

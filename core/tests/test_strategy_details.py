@@ -6,18 +6,18 @@ import random
 import pytest
 from placement_harness import make_request
 
-from sluice_core.latency.iteration_profile import IterationProfile
-from sluice_core.records import EngineId, EngineLoad, FlowParameters, IterationShape, RequestId, Role, Slo
+from sluice_core.latency.iteration_time import IterationProfile
+from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role, Slo, StrategyParameters
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import EngineBatch
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.holding import MAX_ASSIGNED_AT_ONCE, compute_urgency, select_urgent
-from sluice_core.scheduling.iteration_limit import fit_prefill_room
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
+from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
 from sluice_core.scheduling.rolling.macro_instances import MacroInstances
 from sluice_core.scheduling.splitting.output_lengths import KnownLengths, NoisyLengths, RunningQuantile
 from sluice_core.scheduling.splitting.profile_table import ProfileTable
+from sluice_core.scheduling.waiting_order import MAX_ASSIGNED_AT_ONCE, compute_urgency, select_urgent
 from sluice_core.strategies import STRATEGIES, get_strategy
 from sluice_core.strategies.parameters import WATERMARK
 
@@ -62,7 +62,7 @@ def test_a_pass_has_room_for_others_beside_recoveries(num_recoveries, num_others
 
 
 def place(name, table, number, **fields):
-    policy = PLACEMENTS[name](FlowParameters(), random.Random(0))
+    policy = PLACEMENTS[name](StrategyParameters(), random.Random(0))
     decisions = policy.assign(10.0, [make_request(each, tokens=16, **fields) for each in range(number)], table)
     return [getattr(decision, "engine_id", None) for decision in decisions]
 
@@ -129,7 +129,7 @@ def compute_urgency_s(router, tokens, *, now=10.0, arrival_s=9.0, ttft_slo_s=2.0
 
 def test_a_prompt_is_late_by_the_fastest_engine_with_the_square_of_its_length():
     """1 s is left. 2,000 tokens take 0.1 ms each and 5 ns per squared token on the fastest: 0.22 s; 12,000: 1.92 s."""
-    router = get_strategy("sluice").make_router(FlowParameters(late_ttft_factor=3.0), random.Random(1))
+    router = get_strategy("sluice").make_router(StrategyParameters(late_ttft_factor=3.0), random.Random(1))
     # Before the first pass nothing is known of the engines: nobody is late who has time left.
     assert compute_urgency_s(router, 12_000) == pytest.approx(11.0)
     slow = IterationProfile(linear_s=(0.02,), slope_s=3e-4, prefill_work_s=3e-8)
@@ -153,7 +153,7 @@ def test_slack_is_over_the_iterations_that_are_under_way():
         tpot_slo_s=0.11,
         is_moved_in=False,
     )
-    policy = get_strategy("sluice").make_engine(FlowParameters(tpot_share=1.0))
+    policy = get_strategy("sluice").make_engine(StrategyParameters(tpot_share=1.0))
     policy.bind(decodes, LINE)
 
     def limit(**changes):
@@ -191,7 +191,7 @@ def test_slack_is_over_the_iterations_that_are_under_way():
 def test_a_prompt_runs_where_saved_tpot_and_the_phase_leave_it_time(saved_s, phase_s, ttft_s, is_placed):
     """300 tokens take 40.45 ms."""
     table = make_table([EngineLoad(saved_tpot_s=saved_s, prefill_phase_s=phase_s)])
-    router = get_strategy("ecoserve").make_router(FlowParameters(), random.Random(1))
+    router = get_strategy("ecoserve").make_router(StrategyParameters(), random.Random(1))
     request = make_request(0, tokens=300, arrival_s=10.0, ttft_s=ttft_s)
     (decision,) = router.assign(10.0, [request], table)
     assert hasattr(decision, "engine_id") is is_placed
@@ -202,7 +202,7 @@ def test_a_prompt_waits_until_the_best_engine_would_be_late():
     """The best of both in each of what a prefill costs: 1e-4 s per token, 1e-8 s per pair, 10 ms an iteration."""
     attention = IterationProfile(linear_s=(0.02,), slope_s=1e-4, prefill_work_s=4e-8)
     tokens_cost = IterationProfile(linear_s=(0.01,), slope_s=4e-4, prefill_work_s=1e-8)
-    router = get_strategy("ecoserve").make_router(FlowParameters(), random.Random(1))
+    router = get_strategy("ecoserve").make_router(StrategyParameters(), random.Random(1))
     least_s = 1000 * 1e-4 + 1e-8 * 500_000 + 0.01
     for left_s, reason in ((least_s + 0.002, "saved_tpot"), (least_s - 0.002, "least_late")):
         table = make_table([EngineLoad(saved_tpot_s=0.0), EngineLoad(saved_tpot_s=0.0)], [attention, tokens_cost])
@@ -296,7 +296,7 @@ def test_an_engine_that_lacks_something_says_what_and_what_it_offers():
 def test_objectives_of_nobody_bound_nothing():
     """Requests without a TPOT objective leave iterations as long as they are."""
     table = make_table([EngineLoad()])
-    router = get_strategy("sluice").make_router(FlowParameters(), random.Random(1))
+    router = get_strategy("sluice").make_router(StrategyParameters(), random.Random(1))
     router.assign(10.0, [make_request(0)], table)
     assert 0 < table[EngineId("e0")].room_tokens < 2048
     request = make_request(1)

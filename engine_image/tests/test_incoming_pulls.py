@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sluice_core.records import FlowParameters
+from sluice_core.records import StrategyParameters
 from sluice_core.scheduling.batching import RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY
 from sluice_engine.core_messages import RequestExtras
@@ -38,7 +38,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.connector: Any = Connector()
-        self.tracker = RequestTracker(DEFAULT_STRATEGY.make_engine(FlowParameters()))
+        self.tracker = RequestTracker(DEFAULT_STRATEGY.make_engine(StrategyParameters()))
         self.pulls = IncomingPulls(self.connector, self.tracker)
 
     def arrive(self, name: str, now_s: float = NOW_S, **extras: Any) -> TrackedRequest:

@@ -9,7 +9,7 @@ import pytest
 from test_scheduler_grant_table import Pool
 
 from sluice_core.kv import KvBlocks
-from sluice_core.records import FlowParameters
+from sluice_core.records import StrategyParameters
 from sluice_core.scheduling.batching import RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY, get_strategy
 from sluice_engine.core_messages import ConfigureCommand, RequestExtras, SchedulerLoad
@@ -40,7 +40,7 @@ def make_request(name: str, num_tokens: int = 300, num_computed_tokens: int = 0,
 
 
 def make_tracker() -> RequestTracker:
-    return RequestTracker(DEFAULT_STRATEGY.make_engine(FlowParameters()))
+    return RequestTracker(DEFAULT_STRATEGY.make_engine(StrategyParameters()))
 
 
 def add(
@@ -336,7 +336,7 @@ def test_room_is_given_out_once_and_no_more_than_is_asked_for() -> None:
 
 def test_prompts_are_batched_whole_up_to_what_saturates_the_gpu() -> None:
     room = Room()
-    room.tracker.policy = get_strategy("disaggregated").make_engine(FlowParameters(prefill_batch_tokens=200))
+    room.tracker.policy = get_strategy("disaggregated").make_engine(StrategyParameters(prefill_batch_tokens=200))
     room.renew()
     assert room.room.take(RequestKind.NEW_PROMPT, 120, 120, None) == 120
     # vLLM may have cut what it could use: what it has left counts.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 from tuner_harness import make_question
 
-from sluice_core.planning.search import SearchEffort
+from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.planning.trials import TrialResult
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune import search as searching

@@ -11,7 +11,7 @@ from tuner_harness import APPLY, BOUNDS, make_answer, make_question, make_sample
 from sluice.v1 import control_pb2
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
-from sluice_core.records import EarlyRejection, FlowParameters, IterationShape, Role
+from sluice_core.records import EarlyRejection, IterationShape, Role, StrategyParameters
 from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS
 from sluice_core.slo import ROUTER_WAIT_LIMIT_S
 from sluice_operator.api.sliders import Sliders
@@ -333,7 +333,7 @@ def test_a_search_has_the_objectives_and_parameters_of_the_spec() -> None:
     # Those of strategies that have other parameters than TaiChi count too.
     assert (parameters.tpot_share, parameters.credit_s) == (0.75, 0.04)
     assert (parameters.macro_instance_most, parameters.tbt_target_s) == (5, 0.06)
-    defaults = FlowParameters()
+    defaults = StrategyParameters()
     assert (parameters.prefill_batch_tokens, parameters.grant_wait_s, parameters.batch_token_budget) == (
         defaults.prefill_batch_tokens,
         defaults.grant_wait_s,

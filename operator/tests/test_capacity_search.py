@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tuner_harness import BOUNDS, make_spec
 
-from sluice_core.planning.search import SearchEffort
+from sluice_core.planning.slider_search import SearchEffort
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autoscaling import capacity_process
 from sluice_operator.autoscaling.capacity_messages import (

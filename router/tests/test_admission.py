@@ -8,7 +8,7 @@ from fake_engine import PARAMETERS, expected_output, make_plan
 
 from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.latency import OnlineLatencyModel
-from sluice_core.scheduling.holding import MAX_ASSIGNED_AT_ONCE
+from sluice_core.scheduling.waiting_order import MAX_ASSIGNED_AT_ONCE
 from sluice_router.errors import (
     DeadlineError,
     InvalidRequestError,

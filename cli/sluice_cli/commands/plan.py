@@ -32,7 +32,7 @@ from sluice_cli.output.progress import show_progress
 from sluice_cli.simulation.plan_inputs import PlanFlags, make_inputs
 from sluice_cli.simulation.plan_search import search_plan
 from sluice_cli.simulation.trace_files import read_trace
-from sluice_core.planning.search import SearchEffort
+from sluice_core.planning.slider_search import SearchEffort
 from sluice_operator.api.manifest import parse_manifest
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sluice_cli.simulation.plan_inputs import PlanInputs
-    from sluice_core.planning.candidates import SliderCandidate
     from sluice_core.planning.planner import PlanResult
+    from sluice_core.planning.slider_space import SliderCandidate
 
 _FEWEST_CELLS = 4  # of a heat map that shows something
 _MOST_POINTS = 2000  # of the latency chart: more make the page slow and the picture no clearer

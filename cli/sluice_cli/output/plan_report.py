@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from sluice_cli.simulation.plan_inputs import PlanInputs
-    from sluice_core.planning.candidates import SliderCandidate
     from sluice_core.planning.planner import Alternative, PlanResult
     from sluice_core.planning.prediction import Interval
+    from sluice_core.planning.slider_space import SliderCandidate
 
 RESOURCES = {
     "prefill": "prefill capacity",

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from sluice_cli.simulation.cluster_builder import build_engines, make_options, make_routers
 from sluice_cli.simulation.cluster_spec import ClusterFlags, ClusterSpec, EngineGroup, choose_cluster_spec
-from sluice_core.planning.candidates import (
+from sluice_core.planning.planner import Goal
+from sluice_core.planning.slider_space import (
     APPROACHING_FACTORS,
     LEAST_CHUNK_TOKENS,
     WATERMARKS,
@@ -17,7 +18,6 @@ from sluice_core.planning.candidates import (
     SliderCandidate,
     list_chunk_sizes,
 )
-from sluice_core.planning.planner import Goal
 from sluice_core.planning.trials import PlanningProblem
 from sluice_core.slo import DEFAULT_ATTAINMENT
 from sluice_core.strategies import STRATEGIES, get_strategy

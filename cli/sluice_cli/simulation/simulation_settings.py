@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sluice_core.latency.measured_profiles import ProfileKind
 from sluice_core.latency.transfer import LINKS
-from sluice_core.records import EarlyRejection, FlowParameters, OverloadOrder, PrefillOrder
+from sluice_core.records import EarlyRejection, OverloadOrder, PrefillOrder, StrategyParameters
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.sim.cell import (
     BLOCK_SIZE_TOKENS,
@@ -65,7 +65,7 @@ class SimulationSettings:
         router_latency_factor: The routers' latency model says so many times what iterations take.
     """
 
-    parameters: FlowParameters = field(default_factory=FlowParameters)
+    parameters: StrategyParameters = field(default_factory=StrategyParameters)
     output_lengths: LengthsKnown = LengthsKnown.LEARNED
     length_deviation_tokens: float = 50.0
     no_grant: NoGrant = NoGrant.IN_PLACE

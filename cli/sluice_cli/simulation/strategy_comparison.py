@@ -16,9 +16,9 @@ from sluice_cli.simulation.plan_inputs import make_inputs
 from sluice_cli.simulation.trace_files import load_rows
 from sluice_cli.simulation.trial_pool import TrialPool
 from sluice_cli.simulation.worker_processes import start_workers
-from sluice_core.planning.candidates import SliderCandidate
 from sluice_core.planning.planner import Planner
-from sluice_core.planning.search import SearchEffort
+from sluice_core.planning.slider_search import SearchEffort
+from sluice_core.planning.slider_space import SliderCandidate
 from sluice_core.planning.trials import build_cell
 from sluice_core.sim.goodput import NoGoodputError, search_goodput
 from sluice_core.sim.workload import PoissonWorkload

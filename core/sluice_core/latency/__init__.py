@@ -6,8 +6,8 @@
 """
 
 from sluice_core.latency.interface import LatencyModel, PrefillCoefficients, compute_attention_work
-from sluice_core.latency.iteration_profile import IterationProfile, ModelOnGpu
-from sluice_core.latency.learned_model import LinearCoefficients, OnlineLatencyModel
+from sluice_core.latency.iteration_time import IterationProfile, ModelOnGpu
+from sluice_core.latency.online_latency_model import LinearCoefficients, OnlineLatencyModel
 from sluice_core.latency.transfer import (
     DEFAULT_TRANSFER_BYTES_PER_S,
     LINKS,

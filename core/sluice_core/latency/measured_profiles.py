@@ -14,7 +14,7 @@ from functools import cache
 
 from sluice_core.latency.architecture import BYTES_PER_VALUE, Architecture
 from sluice_core.latency.interface import UnknownModelError
-from sluice_core.latency.iteration_profile import (
+from sluice_core.latency.iteration_time import (
     TABLE_STEP_TOKENS,
     DecodeCoefficients,
     IterationProfile,

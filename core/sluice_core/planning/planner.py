@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.candidates import SearchSpace, SliderCandidate, resize
 from sluice_core.planning.comparison import CandidateComparison, RankedCandidate, RunTrials
 from sluice_core.planning.prediction import (
     Bottleneck,
@@ -21,7 +20,8 @@ from sluice_core.planning.prediction import (
     find_bottleneck,
     predict,
 )
-from sluice_core.planning.search import CandidateSearchResult, Search, SearchEffort
+from sluice_core.planning.slider_search import CandidateSearchResult, Search, SearchEffort
+from sluice_core.planning.slider_space import SearchSpace, SliderCandidate, resize
 from sluice_core.planning.trials import PlanningProblem
 from sluice_core.sim.cell import EngineSetup
 

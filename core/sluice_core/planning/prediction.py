@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.candidates import SliderCandidate
 from sluice_core.planning.comparison import Fidelity, RunTrials
+from sluice_core.planning.slider_space import SliderCandidate
 from sluice_core.planning.trials import SearchTrial, TrialDetails
 
 # Quantiles of Student's t for two-sided 95 % intervals, by degrees of freedom; beyond, the normal one.

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.candidates import SliderCandidate
-from sluice_core.records import EngineId, FlowParameters, Role, Slo, SloClass
+from sluice_core.planning.slider_space import SliderCandidate
+from sluice_core.records import EngineId, Role, Slo, SloClass, StrategyParameters
 from sluice_core.sim.cell import Arrival, Cell, EngineSetup, RouterSetup, SimOptions
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
 from sluice_core.sim.pickling import register
@@ -40,7 +40,7 @@ class PlanningProblem:
     slo: Slo
     engines: Mapping[int, EngineSetup]
     strategies: Mapping[str, Strategy]
-    parameters: FlowParameters = FlowParameters()  # noqa: RUF009 - a frozen record
+    parameters: StrategyParameters = StrategyParameters()  # noqa: RUF009 - a frozen record
     options: SimOptions = SimOptions()  # noqa: RUF009 - a frozen record
     classes: Sequence[SloClass] = ()
     routers: Sequence[RouterSetup] = (RouterSetup(),)

@@ -10,15 +10,15 @@ import math
 import random
 from collections.abc import Callable, Iterable
 
-from sluice_core.records import Decision, FlowParameters, Hold, Place, PrefillRequest
+from sluice_core.records import Decision, Hold, Place, PrefillRequest, StrategyParameters
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import get_view
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
-from sluice_core.scheduling.holding import get_urgency
-from sluice_core.scheduling.placement import LengthAwarePlacement, PlacementPolicy
 from sluice_core.scheduling.placement_records import NUM_RECORDS
 from sluice_core.scheduling.prefill_feasibility import AssignPass
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement, PlacementPolicy
 from sluice_core.scheduling.prefix_placement import find_cached
+from sluice_core.scheduling.waiting_order import get_urgency
 
 
 class _SloBlindPlacement:
@@ -30,7 +30,7 @@ class _SloBlindPlacement:
         num_records: Not used: there is nothing to explain.
     """
 
-    def __init__(self, parameters: FlowParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
+    def __init__(self, parameters: StrategyParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
         del rng, num_records
         self.parameters = parameters
 
@@ -57,7 +57,7 @@ class _SloBlindPlacement:
 class RoundRobinPlacement(_SloBlindPlacement):
     """Each prefill to the next engine in turn; for the arguments see ``_SloBlindPlacement``."""
 
-    def __init__(self, parameters: FlowParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
+    def __init__(self, parameters: StrategyParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
         super().__init__(parameters, rng, num_records)
         self._last_number = 0
 
@@ -161,7 +161,7 @@ def _place(
     )
 
 
-PLACEMENTS: dict[str, Callable[[FlowParameters, random.Random, int], PlacementPolicy]] = {
+PLACEMENTS: dict[str, Callable[[StrategyParameters, random.Random, int], PlacementPolicy]] = {
     "length_aware": LengthAwarePlacement,
     "round_robin": RoundRobinPlacement,
     "least_work": LeastWorkPlacement,

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from sluice_core.records import EngineId, FlowParameters, MoveCause, MoveProposal, RequestId, Role
+from sluice_core.records import EngineId, MoveCause, MoveProposal, RequestId, Role, StrategyParameters
 from sluice_core.scheduling.decode_set import Decode, DecodeSet
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
 
@@ -72,7 +72,7 @@ class FlowPolicy:
 
     def __init__(
         self,
-        parameters: FlowParameters,
+        parameters: StrategyParameters,
         rng: random.Random,
         *,
         moves_first_decodes: bool = True,

@@ -16,7 +16,7 @@ from sluice_core.latency import (
 )
 from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
 from sluice_core.scheduling.engine_state import EngineConfig, EngineState, EngineView, Entry, InFlight
-from sluice_core.scheduling.iteration_limit import fit_prefill_room
+from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
 
 __all__ = [
     "PROVEN_OBSERVATIONS",

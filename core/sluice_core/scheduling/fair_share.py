@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heapreplace
 from typing import Final, TypeVar
 
-from sluice_core.scheduling.holding import MAX_ASSIGNED_AT_ONCE, Urgency, is_of_recovery, select_urgent
+from sluice_core.scheduling.waiting_order import MAX_ASSIGNED_AT_ONCE, Urgency, is_of_recovery, select_urgent
 
 _MAX_OWNERS: Final = 1024  # owners kept at most
 _T = TypeVar("_T")

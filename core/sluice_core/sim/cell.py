@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sluice_core.latency.iteration_profile import IterationProfile
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.transfer import LINKS, LinkSpeed
-from sluice_core.records import EngineId, FlowParameters, Role, Slo
+from sluice_core.records import EngineId, Role, Slo, StrategyParameters
 from sluice_core.strategies import Strategy
 
 BLOCK_SIZE_TOKENS = 16  # as in vLLM
@@ -264,7 +264,7 @@ class Cell:
 
     engines: Sequence[EngineSetup]
     strategy: Strategy
-    parameters: FlowParameters = FlowParameters()  # noqa: RUF009 - a frozen record
+    parameters: StrategyParameters = StrategyParameters()  # noqa: RUF009 - a frozen record
     options: SimOptions = SimOptions()
     events: Sequence[ClusterEvent] = ()
     seed: int = 0

@@ -6,9 +6,9 @@ import copyreg
 from dataclasses import fields
 from typing import Any
 
-from sluice_core.latency.iteration_profile import IterationProfile
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.transfer import LinkSpeed
-from sluice_core.records import FlowParameters, Slo, SloClass
+from sluice_core.records import Slo, SloClass, StrategyParameters
 from sluice_core.sim.cell import EngineSetup, RouterSetup, SimOptions, TransferLink
 from sluice_core.sim.metrics import EngineUse, RunSummary
 from sluice_core.sim.traces import TraceRow
@@ -27,7 +27,7 @@ RECORDS: tuple[type[Any], ...] = (
     EcoServeRules,
     EngineSetup,
     EngineUse,
-    FlowParameters,
+    StrategyParameters,
     FlowPrefillRules,
     FlowRules,
     IterationProfile,

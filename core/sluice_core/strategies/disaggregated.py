@@ -3,7 +3,7 @@
 Source: DistServe: Disaggregating Prefill and Decoding for Goodput-optimized Large Language Model Serving
 (arXiv:2401.09670), section 4.3. Prompts go first come, first served to the prefill engine with the shortest queue. It
 batches whole prompts until they saturate the GPU. A finished prefill ends there and its KV stays, until the decode
-engine with the least KV in use has room and pulls it. The wait has an end, ``FlowParameters.grant_wait_s``.
+engine with the least KV in use has room and pulls it. The wait has an end, ``StrategyParameters.grant_wait_s``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sluice_core.records import FlowParameters, Role
+from sluice_core.records import Role, StrategyParameters
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import BatchLimits, EngineBatch, EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy
@@ -26,7 +26,7 @@ class DisaggregatedEngine(RoleEngine):
 
     Args:
         flow: Which decodes move.
-        prefill_batch_tokens: See ``FlowParameters``.
+        prefill_batch_tokens: See ``StrategyParameters``.
         counts_decodes: See ``ChunkedPrefillPolicy``.
     """
 
@@ -68,13 +68,13 @@ class DisaggregatedPolicies:
     """Makes the policies; see ``PolicyMaker``."""
 
     def make_router(
-        self, strategy: Strategy, parameters: FlowParameters, rng: random.Random, num_records: int
+        self, strategy: Strategy, parameters: StrategyParameters, rng: random.Random, num_records: int
     ) -> RouterPolicy:
         """See ``PolicyMaker.make_router``."""
         placement = PLACEMENTS[strategy.placement](parameters, rng, num_records)
         return DisaggregatedRouter(placement, _RULES.make_flow(strategy, parameters, rng))
 
-    def make_engine(self, strategy: Strategy, parameters: FlowParameters, *, counts_decodes: bool) -> EnginePolicy:
+    def make_engine(self, strategy: Strategy, parameters: StrategyParameters, *, counts_decodes: bool) -> EnginePolicy:
         """See ``PolicyMaker.make_engine``."""
         flow = _RULES.make_flow(strategy, parameters, random.Random(0))  # noqa: S311 - engines pick no targets
         return DisaggregatedEngine(flow, parameters.prefill_batch_tokens, counts_decodes=counts_decodes)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sluice_core.records import EngineId, FlowParameters, MoveCause, RequestId
+from sluice_core.records import EngineId, MoveCause, RequestId, StrategyParameters
 from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.splitting.output_lengths import OutputLengths
-from sluice_core.scheduling.splitting.slo_batching import SloBatching
 from sluice_core.scheduling.splitting.split_placement import SplitPlacement
+from sluice_core.scheduling.splitting.tbt_batching import SloBatching
 from sluice_core.strategies.interface import Need, RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.parameters import (
     EARLY_REJECTION,
@@ -77,7 +77,7 @@ class DynaServeRules:
     fixed_token: int = 0
 
     def make_router(
-        self, strategy: Strategy, parameters: FlowParameters, rng: random.Random, num_records: int
+        self, strategy: Strategy, parameters: StrategyParameters, rng: random.Random, num_records: int
     ) -> RouterPolicy:
         """See ``PolicyMaker.make_router``."""
         del strategy
@@ -92,7 +92,7 @@ class DynaServeRules:
         )
         return DynaServeRouter(placement, flow)
 
-    def make_engine(self, strategy: Strategy, parameters: FlowParameters, *, counts_decodes: bool) -> EnginePolicy:
+    def make_engine(self, strategy: Strategy, parameters: StrategyParameters, *, counts_decodes: bool) -> EnginePolicy:
         """See ``PolicyMaker.make_engine``."""
         del strategy
         return SloBatching(parameters, counts_decodes=counts_decodes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sluice_core.records import FlowParameters
+from sluice_core.records import StrategyParameters
 from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy
 from sluice_core.scheduling.rolling.phase_batching import PhaseBatching
@@ -30,14 +30,14 @@ class EcoServeRules:
     """Makes the policies."""
 
     def make_router(
-        self, strategy: Strategy, parameters: FlowParameters, rng: random.Random, num_records: int
+        self, strategy: Strategy, parameters: StrategyParameters, rng: random.Random, num_records: int
     ) -> RouterPolicy:
         """See ``PolicyMaker.make_router``."""
         del strategy
         flow = FlowPolicy(parameters, rng, moves_first_decodes=False, degrades=False, flows_back=False)
         return RoleRouter(RollingPlacement(parameters, rng, num_records), flow)
 
-    def make_engine(self, strategy: Strategy, parameters: FlowParameters, *, counts_decodes: bool) -> EnginePolicy:
+    def make_engine(self, strategy: Strategy, parameters: StrategyParameters, *, counts_decodes: bool) -> EnginePolicy:
         """See ``PolicyMaker.make_engine``."""
         del strategy, parameters, counts_decodes  # decodes are never beside prefills
         return PhaseBatching()

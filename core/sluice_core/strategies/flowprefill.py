@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 
 from sluice_core.latency import LatencyModel
-from sluice_core.records import FlowParameters, PrefillOrder
+from sluice_core.records import PrefillOrder, StrategyParameters
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import EnginePolicy, PrefillSelector
 from sluice_core.scheduling.decode_flow import FlowPolicy
@@ -50,13 +50,13 @@ class FlowPrefillRules:
     """Makes the policies."""
 
     def make_router(
-        self, strategy: Strategy, parameters: FlowParameters, rng: random.Random, num_records: int
+        self, strategy: Strategy, parameters: StrategyParameters, rng: random.Random, num_records: int
     ) -> RouterPolicy:
         """See ``PolicyMaker.make_router``."""
         placement = PLACEMENTS[strategy.placement](parameters, rng, num_records)
         return RoleRouter(placement, _make_flow(strategy, parameters, rng))
 
-    def make_engine(self, strategy: Strategy, parameters: FlowParameters, *, counts_decodes: bool) -> EnginePolicy:
+    def make_engine(self, strategy: Strategy, parameters: StrategyParameters, *, counts_decodes: bool) -> EnginePolicy:
         """See ``PolicyMaker.make_engine``."""
         return FlowPrefillEngine(
             _make_flow(strategy, parameters, random.Random(0)),  # noqa: S311 - engines pick no targets
@@ -66,7 +66,7 @@ class FlowPrefillRules:
         )
 
 
-def _make_flow(strategy: Strategy, parameters: FlowParameters, rng: random.Random) -> FlowPolicy:
+def _make_flow(strategy: Strategy, parameters: StrategyParameters, rng: random.Random) -> FlowPolicy:
     return FlowPolicy(parameters, rng, moves_first_decodes=strategy.has_flow, degrades=False, flows_back=False)
 
 

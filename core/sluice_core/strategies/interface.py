@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
-from sluice_core.records import Decision, EngineId, FlowParameters, MoveCause, PrefillRequest, RequestId, Role
+from sluice_core.records import Decision, EngineId, MoveCause, PrefillRequest, RequestId, Role, StrategyParameters
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.holding import Urgency, compute_urgency
 from sluice_core.scheduling.placement_records import NUM_RECORDS, PlacementRecord
 from sluice_core.scheduling.splitting.output_lengths import OutputLengths
+from sluice_core.scheduling.waiting_order import Urgency, compute_urgency
 from sluice_core.strategies.parameters import Parameter, format_parameters, read_parameters
 
 
@@ -102,7 +102,7 @@ class RouterPolicy:
 
     def get_grant_wait_s(self) -> float:
         """Return how long a finished prefill that its engine has handed off waits for a decode engine, in seconds."""
-        return FlowParameters().grant_wait_s
+        return StrategyParameters().grant_wait_s
 
     def is_too_soon(self, cause: MoveCause, tokens_since_move: int | None) -> bool:  # noqa: ARG002 - for overrides
         """Say whether a move follows the last one too closely.
@@ -164,12 +164,12 @@ class PolicyMaker(Protocol):
     """Makes the policies of a row."""
 
     def make_router(
-        self, strategy: Strategy, parameters: FlowParameters, rng: random.Random, num_records: int
+        self, strategy: Strategy, parameters: StrategyParameters, rng: random.Random, num_records: int
     ) -> RouterPolicy:
         """See ``Strategy.make_router``."""
         ...
 
-    def make_engine(self, strategy: Strategy, parameters: FlowParameters, *, counts_decodes: bool) -> EnginePolicy:
+    def make_engine(self, strategy: Strategy, parameters: StrategyParameters, *, counts_decodes: bool) -> EnginePolicy:
         """See ``Strategy.make_engine``."""
         ...
 
@@ -202,7 +202,7 @@ class Strategy:
         if self.placement not in PLACEMENTS:
             raise ValueError(f"placement {self.placement!r} is unknown; known are {', '.join(PLACEMENTS)}")
 
-    def read_parameters(self, values: Mapping[str, str]) -> FlowParameters:
+    def read_parameters(self, values: Mapping[str, str]) -> StrategyParameters:
         """Read the parameters of a plan; what it does not name has its default.
 
         Args:
@@ -213,7 +213,7 @@ class Strategy:
         """
         return read_parameters(self.parameters, values, self.name)
 
-    def format_parameters(self, parameters: FlowParameters) -> dict[str, str]:
+    def format_parameters(self, parameters: StrategyParameters) -> dict[str, str]:
         """Write parameters as on the wire, by name."""
         return format_parameters(self.parameters, parameters)
 
@@ -250,7 +250,7 @@ class Strategy:
         )
 
     def make_router(
-        self, parameters: FlowParameters, rng: random.Random, *, num_records: int = NUM_RECORDS
+        self, parameters: StrategyParameters, rng: random.Random, *, num_records: int = NUM_RECORDS
     ) -> RouterPolicy:
         """Make the router's policy.
 
@@ -261,7 +261,7 @@ class Strategy:
         """
         return self.policies.make_router(self, parameters, rng, num_records)
 
-    def make_engine(self, parameters: FlowParameters, *, counts_decodes: bool = True) -> EnginePolicy:
+    def make_engine(self, parameters: StrategyParameters, *, counts_decodes: bool = True) -> EnginePolicy:
         """Make the policy of one engine.
 
         Args:

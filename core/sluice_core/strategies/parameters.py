@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sluice_core.records import EarlyRejection, FlowParameters, OverloadOrder
+from sluice_core.records import EarlyRejection, OverloadOrder, StrategyParameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ PARAMETERS = (
 )
 
 
-def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], strategy: str) -> FlowParameters:
+def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], strategy: str) -> StrategyParameters:
     """Check and read parameters; what is missing has its default.
 
     Args:
@@ -136,11 +136,11 @@ def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], stra
     for name in sorted(values):
         if name not in known:
             raise ValueError(f"parameters.{name} is unknown to strategy {strategy!r}; known are {', '.join(known)}")
-    read = format_parameters(PARAMETERS, FlowParameters())
+    read = format_parameters(PARAMETERS, StrategyParameters())
     for row in rows:
         read[row.name] = values.get(row.name, row.default)
         row.check(read[row.name])
-    return FlowParameters(
+    return StrategyParameters(
         watermark=int(read[WATERMARK.name]) / 100,
         approaching_factor=int(read[APPROACHING_FACTOR.name]) / 100,
         early_rejection=EarlyRejection(read[EARLY_REJECTION.name]),
@@ -163,7 +163,7 @@ def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], stra
     )
 
 
-def format_parameters(rows: tuple[Parameter, ...], parameters: FlowParameters) -> dict[str, str]:
+def format_parameters(rows: tuple[Parameter, ...], parameters: StrategyParameters) -> dict[str, str]:
     """Write parameters as on the wire, by name.
 
     Args:

@@ -7,15 +7,15 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from sluice_core.records import Decision, EngineId, FlowParameters, MoveCause, MoveProposal, PrefillRequest, Role
+from sluice_core.records import Decision, EngineId, MoveCause, MoveProposal, PrefillRequest, Role, StrategyParameters
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.placement import LengthAwarePlacement, PlacementPolicy
 from sluice_core.scheduling.placement_records import PlacementRecord
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement, PlacementPolicy
 from sluice_core.strategies.interface import RouterPolicy, Strategy
 
 
@@ -106,18 +106,18 @@ class FlowRules:
     flows_back: bool = False
 
     def make_router(
-        self, strategy: Strategy, parameters: FlowParameters, rng: random.Random, num_records: int
+        self, strategy: Strategy, parameters: StrategyParameters, rng: random.Random, num_records: int
     ) -> RouterPolicy:
         """See ``PolicyMaker.make_router``."""
         placement = PLACEMENTS[strategy.placement](parameters, rng, num_records)
         return RoleRouter(placement, self.make_flow(strategy, parameters, rng))
 
-    def make_engine(self, strategy: Strategy, parameters: FlowParameters, *, counts_decodes: bool) -> EnginePolicy:
+    def make_engine(self, strategy: Strategy, parameters: StrategyParameters, *, counts_decodes: bool) -> EnginePolicy:
         """See ``PolicyMaker.make_engine``."""
         flow = self.make_flow(strategy, parameters, random.Random(0))  # noqa: S311 - engines pick no targets
         return RoleEngine(flow, counts_decodes=counts_decodes)
 
-    def make_flow(self, strategy: Strategy, parameters: FlowParameters, rng: random.Random) -> FlowPolicy:
+    def make_flow(self, strategy: Strategy, parameters: StrategyParameters, rng: random.Random) -> FlowPolicy:
         """Make the flow policy of a row or of a variant."""
         has_flow = strategy.has_flow  # a variant without flow moves nothing but what drains
         return FlowPolicy(

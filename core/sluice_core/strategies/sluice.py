@@ -7,13 +7,13 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sluice_core.records import Decision, EngineId, FlowParameters, MoveCause, PrefillRequest
+from sluice_core.records import Decision, EngineId, MoveCause, PrefillRequest, StrategyParameters
 from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.holding import Urgency, compute_urgency
 from sluice_core.scheduling.slack.slack_batching import SlackBatching
 from sluice_core.scheduling.slack.slack_placement import SlackPlacement
+from sluice_core.scheduling.waiting_order import Urgency, compute_urgency
 from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.parameters import (
     CREDIT,
@@ -88,14 +88,14 @@ class SluiceRules:
     """Makes the policies."""
 
     def make_router(
-        self, strategy: Strategy, parameters: FlowParameters, rng: random.Random, num_records: int
+        self, strategy: Strategy, parameters: StrategyParameters, rng: random.Random, num_records: int
     ) -> RouterPolicy:
         """See ``PolicyMaker.make_router``."""
         del strategy
         flow = FlowPolicy(parameters, rng, moves_first_decodes=False, degrades=False, flows_back=False)
         return SlackRouter(SlackPlacement(parameters, rng, num_records), flow)
 
-    def make_engine(self, strategy: Strategy, parameters: FlowParameters, *, counts_decodes: bool) -> EnginePolicy:
+    def make_engine(self, strategy: Strategy, parameters: StrategyParameters, *, counts_decodes: bool) -> EnginePolicy:
         """See ``PolicyMaker.make_engine``."""
         del strategy
         return SlackBatching(parameters, counts_decodes=counts_decodes)

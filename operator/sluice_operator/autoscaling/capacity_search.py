@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sluice_core.planning.comparison import CandidateComparison, Fidelity, RankedCandidate
 from sluice_core.planning.planner import estimate_start_rps
-from sluice_core.planning.search import Search
+from sluice_core.planning.slider_search import Search
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
 from sluice_operator.autoscaling.capacity_messages import CapacityPoint, CapacityRequest, CapacityResult
 from sluice_operator.autotune.search import (
@@ -24,7 +24,7 @@ from sluice_operator.autotune.search import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sluice_core.planning.search import SearchEffort
+    from sluice_core.planning.slider_search import SearchEffort
     from sluice_operator.autotune.search_messages import SearchRequest
 
 # Of the sliders in force where the search finds no better ones: more than chance.

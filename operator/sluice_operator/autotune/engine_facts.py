@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2
-from sluice_core.latency.learned_model import LinearCoefficients
+from sluice_core.latency.online_latency_model import LinearCoefficients
 from sluice_core.records import IterationShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from sluice_core.latency.iteration_profile import IterationProfile
+    from sluice_core.latency.iteration_time import IterationProfile
     from sluice_operator.api.serving_cluster import ServingClusterSpec
 
 # Over all engines; fewer iterations say too little.

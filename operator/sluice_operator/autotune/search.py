@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from sluice_core.latency.known_gpus import parse_gpus
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
-from sluice_core.planning.candidates import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
 from sluice_core.planning.comparison import CandidateComparison, RankedCandidate
 from sluice_core.planning.planner import estimate_response_s, estimate_start_rps
-from sluice_core.planning.search import Search, SearchEffort
+from sluice_core.planning.slider_search import Search, SearchEffort
+from sluice_core.planning.slider_space import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
 from sluice_core.records import EngineId, Role, Slo, SloClass
 from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, GC_THRESHOLD, MAX_NUM_SEQS, EngineSetup, SimOptions, TransferLink
@@ -161,7 +161,7 @@ def make_problem(request: SearchRequest) -> PlanningProblem:
         engines={1: make_engine(request)},
         strategies=STRATEGIES,
         # Those that candidates vary are each candidate's own.
-        parameters=constraints.flow_parameters,
+        parameters=constraints.strategy_parameters,
         # As the engines and routers that it plans for.
         options=SimOptions(schedules_ahead=True, wait_limit_s=ROUTER_WAIT_LIMIT_S),
         classes=named,
@@ -207,8 +207,8 @@ def make_space(request: SearchRequest) -> SearchSpace:
         prefill_heavy=PrefillHeavyBounds(
             low=int(low.removesuffix("%")), high=int(high.removesuffix("%")), is_percent=low.endswith("%")
         ),
-        watermarks=(constraints.flow_parameters.watermark,),
-        approaching_factors=(constraints.flow_parameters.approaching_factor,),
+        watermarks=(constraints.strategy_parameters.watermark,),
+        approaching_factors=(constraints.strategy_parameters.approaching_factor,),
     )
 
 
@@ -225,8 +225,8 @@ def make_candidate(request: SearchRequest) -> SliderCandidate:
         num_decode_heavy=constraints.replicas - count,
         prefill_heavy_tokens=sliders.prefill_heavy_tokens,
         decode_heavy_tokens=0 if is_aggregated else sliders.decode_heavy_tokens,
-        watermark=constraints.flow_parameters.watermark,
-        approaching_factor=constraints.flow_parameters.approaching_factor,
+        watermark=constraints.strategy_parameters.watermark,
+        approaching_factor=constraints.strategy_parameters.approaching_factor,
     )
 
 

@@ -14,7 +14,7 @@ from sluice_operator.autotune.engine_facts import EmulatedEngineFacts, EngineFac
 from sluice_operator.autotune.workload import SAMPLE_GROWTH, WorkloadSample, has_shifted
 
 if TYPE_CHECKING:
-    from sluice_core.records import FlowParameters
+    from sluice_core.records import StrategyParameters
     from sluice_operator.api.serving_cluster import ServingClusterSpec
     from sluice_operator.api.spec import CountBounds, TokenBounds
 
@@ -68,7 +68,7 @@ class SearchConstraints:
     decode_tokens: tuple[int, int]
 
     @property
-    def flow_parameters(self) -> FlowParameters:
+    def strategy_parameters(self) -> StrategyParameters:
         """The parameters, read."""
         return read_parameters(PARAMETERS, self.parameters, self.strategy)
 

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from sluice_core.records import Hold, Place, PrefillRequest, Slo
-from sluice_core.scheduling.holding import select_urgent
+from sluice_core.scheduling.waiting_order import select_urgent
 from sluice_router.errors import (
     MIN_RETRY_S,
     DeadlineError,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from sluice_core.records import EngineId, Plan, SloClass
     from sluice_core.scheduling.engine_table import EngineTable
-    from sluice_core.scheduling.holding import Urgency
+    from sluice_core.scheduling.waiting_order import Urgency
     from sluice_core.strategies.interface import RouterPolicy
     from sluice_router.owner_limits.limiter import Reservation
     from sluice_router.scheduling.requests import NewRequest, ResponseStream

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_core.kv import blocks_for_tokens
-from sluice_core.records import EngineId, FlowParameters, MoveCause
+from sluice_core.records import EngineId, MoveCause, StrategyParameters
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_router.errors import EngineProtocolError
 from sluice_router.scheduling import dispatch, kv_copies, wire_conversion
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Before a finished prefill that an engine has refused room asks again: about an iteration of a decode engine.
 KEPT_RETRY_S = 0.02
-DEFAULT_GRANT_WAIT_S = FlowParameters().grant_wait_s
+DEFAULT_GRANT_WAIT_S = StrategyParameters().grant_wait_s
 
 
 def propose(

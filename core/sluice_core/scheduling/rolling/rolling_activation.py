@@ -16,13 +16,13 @@ import random
 from collections.abc import Iterable
 
 from sluice_core.latency import compute_attention_work
-from sluice_core.records import Decision, FlowParameters, Hold, PrefillRequest
+from sluice_core.records import Decision, Hold, PrefillRequest, StrategyParameters
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import EngineState, get_view
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.placement import LengthAwarePlacement
 from sluice_core.scheduling.placement_records import NUM_RECORDS
 from sluice_core.scheduling.prefill_feasibility import AssignPass
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.rolling.macro_instances import MacroInstances
 
 SATISFIED = ""
@@ -37,7 +37,7 @@ class RollingPlacement(LengthAwarePlacement):
         macro: The macro instances.
     """
 
-    def __init__(self, parameters: FlowParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
+    def __init__(self, parameters: StrategyParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
         super().__init__(parameters, rng, num_records)
         self.macro = MacroInstances(parameters.macro_instance_least, parameters.macro_instance_most)
         # Of requests that no engine has satisfied in this pass. Engines only fill up in it, so that one with as many

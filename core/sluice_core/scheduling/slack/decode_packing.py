@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from sluice_core.records import EngineId, FlowParameters, IterationShape
+from sluice_core.records import EngineId, IterationShape, StrategyParameters
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_state import EngineState
 from sluice_core.scheduling.engine_table import EngineTable
@@ -27,7 +27,7 @@ class DecodePacking:
         parameters: Of the strategy.
     """
 
-    def __init__(self, parameters: FlowParameters) -> None:
+    def __init__(self, parameters: StrategyParameters) -> None:
         self._share = parameters.pack_share
         self._prompt_share = parameters.pack_prompt_share
         self._watermark = parameters.watermark

@@ -11,15 +11,15 @@ import math
 import random
 from collections.abc import Sequence
 
-from sluice_core.records import Decision, FlowParameters, Hold, PrefillRequest
+from sluice_core.records import Decision, Hold, PrefillRequest, StrategyParameters
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import Entry, get_view
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.placement import LengthAwarePlacement
 from sluice_core.scheduling.placement_records import NUM_RECORDS
 from sluice_core.scheduling.prefill_feasibility import AssignPass
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.slack.decode_packing import DecodePacking
-from sluice_core.scheduling.slack.waiting_order import WaitingOrder
+from sluice_core.scheduling.slack.slack_waiting_order import WaitingOrder
 
 
 class SlackPlacement(LengthAwarePlacement):
@@ -35,7 +35,7 @@ class SlackPlacement(LengthAwarePlacement):
         packing: Picks the engines of decodes.
     """
 
-    def __init__(self, parameters: FlowParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
+    def __init__(self, parameters: StrategyParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
         super().__init__(parameters, rng, num_records)
         self.waiting_order = WaitingOrder(parameters)
         self.packing = DecodePacking(parameters)

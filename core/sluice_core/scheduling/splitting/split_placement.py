@@ -18,13 +18,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from sluice_core.records import Decision, FlowParameters, Hold, Leg, PrefillRequest, RequestId
+from sluice_core.records import Decision, Hold, Leg, PrefillRequest, RequestId, StrategyParameters
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import EngineState, get_view
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.placement import LengthAwarePlacement
 from sluice_core.scheduling.placement_records import NUM_RECORDS
 from sluice_core.scheduling.prefill_feasibility import AssignPass
+from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.splitting.execution_predictor import ExecutionPredictor
 from sluice_core.scheduling.splitting.output_lengths import OutputLengths, RunningQuantile
 from sluice_core.scheduling.splitting.split_search import TOLERANCE_S, ServerClock, Split, search_split
@@ -61,7 +61,7 @@ class SplitPlacement(LengthAwarePlacement):
 
     def __init__(
         self,
-        parameters: FlowParameters,
+        parameters: StrategyParameters,
         rng: random.Random,
         num_records: int = NUM_RECORDS,
         *,

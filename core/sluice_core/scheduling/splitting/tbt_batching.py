@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from sluice_core.latency import LatencyModel
-from sluice_core.records import FlowParameters, IterationShape, MoveCause, MoveProposal
+from sluice_core.records import IterationShape, MoveCause, MoveProposal, StrategyParameters
 from sluice_core.scheduling.batching import BatchLimits, EngineBatch
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import propose_all
@@ -29,7 +29,7 @@ class SloBatching(ChunkedPrefillPolicy):
     uses_latency = True
     records_iterations = True
 
-    def __init__(self, parameters: FlowParameters, *, counts_decodes: bool = True) -> None:
+    def __init__(self, parameters: StrategyParameters, *, counts_decodes: bool = True) -> None:
         super().__init__(counts_decodes=counts_decodes)
         self._target_s = parameters.tbt_target_s
         self._decodes: DecodeSet | None = None

@@ -12,7 +12,7 @@ from operator import mul as _multiply
 from typing import NamedTuple
 
 from sluice_core.latency.interface import PrefillCoefficients
-from sluice_core.latency.iteration_profile import IterationProfile
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.records import IterationShape
 
 # Seconds per unit of each feature: constant, token, token pair of attention, chunk, decode, token of decode context.

@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
-from sluice_core.records import Decision, EarlyRejection, FlowParameters, Hold, PrefillRequest, RequestId
+from sluice_core.records import Decision, EarlyRejection, Hold, PrefillRequest, RequestId, StrategyParameters
 from sluice_core.scheduling.early_rejection import place_at_random, reject_late
 from sluice_core.scheduling.engine_state import Entry, get_queue_rank, get_view
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.holding import get_urgency
 from sluice_core.scheduling.placement_records import MAX_RECORDED_ENGINES, NUM_RECORDS, PlacementRecord
 from sluice_core.scheduling.prefill_feasibility import AssignPass
 from sluice_core.scheduling.prefix_placement import find_cached
+from sluice_core.scheduling.waiting_order import get_urgency
 
 _MAX_TIE_DRAWS: Final = 8  # random picks among tied engines before all of them are checked
 
@@ -64,7 +64,7 @@ class LengthAwarePlacement:
         records: The last decisions, oldest first.
     """
 
-    def __init__(self, parameters: FlowParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
+    def __init__(self, parameters: StrategyParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
         self.parameters = parameters
         self.records: deque[PlacementRecord] = deque(maxlen=num_records)
         self._num_records = num_records

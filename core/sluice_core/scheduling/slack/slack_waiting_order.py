@@ -17,10 +17,10 @@ from __future__ import annotations
 import heapq
 from typing import Final
 
-from sluice_core.records import FlowParameters, OverloadOrder, PrefillRequest
+from sluice_core.records import OverloadOrder, PrefillRequest, StrategyParameters
 from sluice_core.scheduling.engine_state import get_view
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.holding import Urgency, compute_urgency, get_urgency
+from sluice_core.scheduling.waiting_order import Urgency, compute_urgency, get_urgency
 
 _MOST_CREDIT_S: Final = 1.0  # prefill time that late prompts may save up
 
@@ -32,7 +32,7 @@ class WaitingOrder:
         parameters: Of the strategy.
     """
 
-    def __init__(self, parameters: FlowParameters) -> None:
+    def __init__(self, parameters: StrategyParameters) -> None:
         self._late_ttft_factor = parameters.late_ttft_factor
         self._late_share = parameters.late_share
         self._puts_longest_last = parameters.overload_order == OverloadOrder.LONGEST_LAST

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.candidates import (
+from sluice_core.planning.comparison import CandidateComparison, Fidelity, RankedCandidate
+from sluice_core.planning.slider_space import (
     SearchSpace,
     SliderCandidate,
     list_coarse,
@@ -23,7 +24,6 @@ from sluice_core.planning.candidates import (
     list_smaller,
     resize,
 )
-from sluice_core.planning.comparison import CandidateComparison, Fidelity, RankedCandidate
 
 # The clock of a search: which share of it each round takes, as measured on examples.
 STAGES = {"rate": 0.03, "explore": 0.30, "refine": 0.65, "parameters": 0.75, "compare": 1.0}
