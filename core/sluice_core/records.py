@@ -32,6 +32,13 @@ class EarlyRejection(StrEnum):
     REJECT = "Reject"
 
 
+class OverloadOrder(StrEnum):
+    """Which prompts wait behind the others when not all can meet their TTFT SLO."""
+
+    LONGEST_LAST = "LongestLast"
+    DEADLINE = "Deadline"
+
+
 class PrefillOrder(StrEnum):
     """In which order FlowPrefill serves prompts; all but the first are what it is compared with (section 6.3).
 
@@ -233,8 +240,9 @@ class Hold:
 
     Args:
         request_id: The request.
-        reason: ``no_engine``, ``room`` (decodes fill every chunk), ``kv``, ``late_binding``, ``recovery_cap``,
-            ``saved_tpot`` (a prefill would take longer than decodes have saved, or the phase than the TTFT objective).
+        reason: ``no_engine``, ``room`` (decodes fill every chunk), ``kv``, ``seats``, ``late_binding``,
+            ``recovery_cap``, or ``saved_tpot`` (a prefill would take longer than decodes have saved, or the phase than
+            the TTFT objective).
     """
 
     request_id: RequestId
@@ -293,9 +301,16 @@ class StrategyParameters:
             it is recomputed and decodes in place. Below the lease of handed-off KV.
         tpot_share: Share of the TPOT SLO that prefills may use up.
         least_prefill_share: Share of the TPOT SLO that prefills get in each iteration beside decodes in any case.
+        catch_up_tokens: Tokens of an answer until which it may be behind its TPOT SLO, as far as it catches up by then;
+            manifests cannot set it.
         late_ttft_factor: A prompt that cannot meet its TTFT SLO waits as if this were so many times as long; 1: it
             keeps its place.
+        late_share: Share of the prefill time that such prompts get together while others can meet theirs; 1: by their
+            deadlines, whoever else becomes late.
+        overload_order: See ``OverloadOrder``.
         pack_share: Share of the TPOT SLO up to which decodes gather on one engine; 0: they stay where they begin.
+        pack_prompt_share: Time of the usual prompt, as a share of the TPOT SLO, from which on they gather;
+            manifests cannot set it.
         credit_s: Prefill work, in seconds, that an engine is given ahead; 0: all of it, as it arrives.
         macro_instance_least: N_l, engines of the macro instance that a split makes (EcoServe, section 3.5.1).
         macro_instance_most: N_u, most engines of one; it counts as ``2 * N_l - 1`` where it is less.
@@ -315,8 +330,12 @@ class StrategyParameters:
     grant_wait_s: float = 10.0
     tpot_share: float = 0.98
     least_prefill_share: float = 0.1
+    catch_up_tokens: int = 8
     late_ttft_factor: float = 3.0
-    pack_share: float = 0.7
+    late_share: float = 0.1
+    overload_order: OverloadOrder = OverloadOrder.LONGEST_LAST
+    pack_share: float = 0.85
+    pack_prompt_share: float = 4.0
     credit_s: float = 0.1
     macro_instance_least: int = 4
     macro_instance_most: int = 16

@@ -11,6 +11,7 @@ import csv
 import math
 import random
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from sluice_core.records import (
     Hold,
     IterationShape,
     MoveCause,
+    OverloadOrder,
     Place,
     PrefillRequest,
     RequestId,
@@ -57,6 +59,7 @@ NUMBERS = range(16)
 
 
 def draw_parameters(rng):
+    other = deepcopy(rng)  # what it draws leaves all that is drawn later as it was
     return StrategyParameters(
         early_rejection=rng.choice(list(EarlyRejection)),
         watermark=rng.choice((0.5, 0.95)),
@@ -65,6 +68,10 @@ def draw_parameters(rng):
         prefill_batch_tokens=rng.choice((200, 2048)),
         tpot_share=rng.choice((0.8, 0.98)),
         late_ttft_factor=rng.choice((1.0, 3.0)),
+        late_share=other.choice((0.1, 0.5, 1.0)),
+        catch_up_tokens=other.choice((0, 8, 50)),
+        overload_order=other.choice(list(OverloadOrder)),
+        pack_prompt_share=other.choice((0.0, 0.5)),
         pack_share=rng.choice((0.0, 0.7)),
         credit_s=rng.choice((0.0, 0.1, 1.0)),
         macro_instance_least=rng.choice((1, 2)),

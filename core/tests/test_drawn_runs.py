@@ -11,6 +11,7 @@ import csv
 import json
 import random
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from test_sim_prefix_reuse import share_prefixes
 from test_simulation import SLO, STRATEGIES, make_arrivals, make_engines
 
 from sluice_core.latency.transfer import LinkSpeed
-from sluice_core.records import EarlyRejection, EngineId, PrefillOrder, Role, Slo, StrategyParameters
+from sluice_core.records import EarlyRejection, EngineId, OverloadOrder, PrefillOrder, Role, Slo, StrategyParameters
 from sluice_core.sim.cell import (
     AddEngineEvent,
     Cell,
@@ -97,6 +98,7 @@ def draw_cell(rng, name):
         sends_parts=rng.random() < 0.7,
         report_s=rng.choice((0.0, 0.0, 0.03, 0.3)),
     )
+    other = deepcopy(rng)  # what it draws leaves all that is drawn later as it was
     parameters = StrategyParameters(
         early_rejection=rng.choice(list(EarlyRejection)),
         watermark=rng.choice((0.5, 0.95)),
@@ -108,6 +110,10 @@ def draw_cell(rng, name):
         grant_wait_s=rng.choice((0.3, 3.0)),
         tpot_share=rng.choice((0.8, 0.98)),
         late_ttft_factor=rng.choice((1.0, 3.0)),
+        late_share=other.choice((0.1, 0.5, 1.0)),
+        catch_up_tokens=other.choice((0, 8, 50)),
+        overload_order=other.choice(list(OverloadOrder)),
+        pack_prompt_share=other.choice((0.0, 0.5)),
         pack_share=rng.choice((0.0, 0.7)),
         credit_s=rng.choice((0.0, 0.1)),
         macro_instance_least=rng.choice((1, 2, 4)),

@@ -1,12 +1,14 @@
 import math
 import random
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_simulation import make_engines
 
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import (
     EarlyRejection,
@@ -15,6 +17,7 @@ from sluice_core.records import (
     Hold,
     IterationShape,
     MoveCause,
+    OverloadOrder,
     Place,
     PrefillRequest,
     Reject,
@@ -29,6 +32,7 @@ from sluice_core.scheduling.decode_set import LOST_BACK_OFF_S, DecodeSet
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
 from sluice_core.scheduling.slack.slack_batching import SlackBatching
+from sluice_core.scheduling.slack.slack_waiting_order import WaitingOrder
 from sluice_core.sim.cell import Arrival, Cell, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
@@ -65,8 +69,12 @@ def make_batch(**changes: float) -> EngineBatch:
     return replace(batch, **changes)
 
 
-def bind(decodes: DecodeSet, *, least_prefill_share: float = 0.0, **parameters: float) -> SlackBatching:
-    policy = SLUICE.make_engine(StrategyParameters(least_prefill_share=least_prefill_share, **parameters))
+def bind(
+    decodes: DecodeSet, *, least_prefill_share: float = 0.0, catch_up_tokens: int = 0, **parameters: float
+) -> SlackBatching:
+    policy = SLUICE.make_engine(
+        StrategyParameters(least_prefill_share=least_prefill_share, catch_up_tokens=catch_up_tokens, **parameters)
+    )
     assert isinstance(policy, SlackBatching)
     policy.bind(decodes, A100)
     return policy
@@ -77,6 +85,25 @@ def test_the_slack_is_what_the_slowest_decode_has_until_its_next_token_is_late()
     assert decodes.find_least_slack_s(10.0) == pytest.approx(10 * 0.11 - 1.0)
     assert decodes.find_least_slack_s(10.0, num_gaps=2) == pytest.approx(11 * 0.11 - 1.0)
     assert make_decodes().find_least_slack_s(10.0) == math.inf
+
+
+def test_a_decode_with_few_tokens_may_be_behind_by_what_it_catches_up():
+    def find(catch_up_tokens: int) -> float:
+        return decodes.find_least_slack_s(10.0, catch_up_tokens=catch_up_tokens, decode_s=0.03)
+
+    # Two have 2 and 5 tokens: with the next one they have had 2 and 5 gaps.
+    decodes = make_decodes(("new", 9.85, 2, 0.1), ("older", 9.55, 5, 0.1))
+    assert find(0) == find(3) == pytest.approx(0.5 - 0.45)
+    assert find(8) == pytest.approx(min(0.2 - 0.15 + 5 * 0.07, 0.5 - 0.45 + 2 * 0.07))
+    decodes = make_decodes(("new", 9.85, 2, 0.1))
+    assert find(8) == pytest.approx(0.05 + 5 * 0.07)
+    assert decodes.find_least_slack_s(10.0, catch_up_tokens=8, decode_s=0.2) == pytest.approx(0.05)  # never catches up
+    beside = make_batch(num_decodes=1, decode_context_tokens=100)
+    rooms = [bind(decodes, catch_up_tokens=tokens).limits(10.0, beside).prefill_room_tokens for tokens in (0, 8)]
+    assert rooms[0] < rooms[1]
+    begins = make_batch(num_decodes=2, decode_context_tokens=100)
+    rooms = [bind(decodes, catch_up_tokens=tokens).limits(10.0, begins).prefill_room_tokens for tokens in (0, 1, 8)]
+    assert rooms[0] == rooms[1] < rooms[2]
 
 
 def test_nobody_waits_for_a_decode_that_has_lost_its_objective():
@@ -190,7 +217,13 @@ def test_prompts_beside_long_answers_near_their_objective_are_in_time(share: flo
     slo = Slo(ttft_s=1.0, tpot_s=0.028)
     arrivals = [Arrival(at_s=0.3 * number, prompt_tokens=300, output_tokens=400, slo=slo) for number in range(80)]
     engines = make_engines(((1, 2048),), blocks=20_000, max_num_seqs=256)
-    parameters = StrategyParameters(least_prefill_share=share, pack_share=0.0)
+    parameters = StrategyParameters(
+        least_prefill_share=share,
+        pack_share=0.0,
+        late_share=1.0,
+        overload_order=OverloadOrder.DEADLINE,
+        catch_up_tokens=0,
+    )
     simulation = Simulation(Cell(engines=engines, strategy=SLUICE, parameters=parameters), arrivals)
     assert simulation.run()
     num_in_time = sum(request.ttft_s is not None and request.ttft_s <= slo.ttft_s for request in simulation.requests)
@@ -263,6 +296,72 @@ def test_a_late_prompt_waits_no_longer_than_its_second_deadline():
     assert [one.request_id for one in in_order] == ["late", "fresh"]
 
 
+def count_in_time(order: list[PrefillRequest], start_s: float) -> int:
+    """Count the prompts that one engine ends in time, one after the other, at 0.1 ms per token."""
+    end_s, count = start_s, 0
+    for request in order:
+        end_s += 1e-4 * request.prompt_tokens
+        count += end_s <= request.arrival_s + request.slo.ttft_s
+    return count
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(100, 20_000), st.integers(0, 40_000)), min_size=1, max_size=6),
+    busy=st.integers(0, 10_000),
+)
+def test_no_order_of_waiting_prompts_has_more_of_them_in_time(prompts, busy):
+    busy_s = 1e-4 * busy
+    line = IterationProfile(linear_s=(0.0,), slope_s=1e-4, prefill_work_s=0.0)
+    table = EngineTable(lambda _: line)
+    table.add(EngineId("e0"), EngineConfig(16, 1000, 64, 16_384), role=Role.DECODE_HEAVY, chunk_size_tokens=16_384)
+    table.report(EngineId("e0"), EngineLoad(kv_blocks_total=10_000, iteration_remaining_s=busy_s), 10.0)
+    # Each of them alone could be in time. Half a tick to spare: nothing hangs on the last bit of a sum.
+    waiting = [
+        make_prefill(str(number), tokens=tokens, ttft_s=1e-4 * (tokens + spare + 0.5))
+        for number, (tokens, spare) in enumerate(prompts)
+    ]
+    found = WaitingOrder(StrategyParameters()).sort(10.0, list(waiting), table)
+    assert sorted(found, key=id) == sorted(waiting, key=id)
+    most = max(count_in_time(list(order), 10.0 + busy_s) for order in permutations(waiting))
+    assert count_in_time(found, 10.0 + busy_s) == most
+
+
+def test_late_prompts_get_their_share_of_the_prefill_time_while_others_can_be_in_time():
+    order = WaitingOrder(StrategyParameters(late_share=0.2))
+    table = make_table(EngineLoad())
+    first, seconds = [], {"late": 0.0, "fresh": 0.0}
+    for number in range(200):
+        now = 100.0 + number
+        late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=now)
+        placed = order.sort(now, [fresh, late], table)[0]
+        order.note_placed(now, placed, 0.5)
+        first.append(placed.request_id)
+        seconds[placed.request_id] += 0.5
+    assert seconds["late"] / 100.0 == pytest.approx(0.2, abs=0.03)
+    assert "late" in first[-6:]
+    alone = order.sort(400.0, [make_prefill("late", arrival_s=0.0), make_prefill("later", arrival_s=1.0)], table)
+    before = [order.compute_urgency(400.0, arrival_s=0.0, ttft_slo_s=4.0, prompt_tokens=9, priority=0)]
+    for request in alone:
+        order.note_placed(400.0, request, 0.5)  # nobody else waits: it costs nobody anything
+    assert before == [order.compute_urgency(400.0, arrival_s=0.0, ttft_slo_s=4.0, prompt_tokens=9, priority=0)]
+
+
+def test_owners_take_turns_whatever_the_length_of_their_prompts():
+    long, short = make_prefill("long", tokens=60_000), make_prefill("short", tokens=100, ttft_s=0.2)
+    table = make_table(EngineLoad())
+    by_length = WaitingOrder(StrategyParameters()).sort(10.0, [long, short], table)
+    assert [one.request_id for one in by_length] == ["short", "long"]
+    turns = [replace(long, turn=0), replace(short, turn=1)]
+    assert [one.request_id for one in WaitingOrder(StrategyParameters()).sort(10.0, turns, table)] == ["long", "short"]
+
+
+def test_a_prompt_waits_at_the_router_while_engines_have_no_seat():
+    full, free = EngineLoad(running_decodes=60, queued_requests=4), EngineLoad(running_decodes=60, queued_requests=3)
+    assert [one.reason for one in assign(make_table(full), make_prefill("a"))] == ["seats"]
+    placed, held = assign(make_table(free, full), make_prefill("a"), make_prefill("b"), credit_s=0.0)
+    assert (placed.engine_id, held.reason) == ("e0", "seats")
+
+
 def test_beyond_one_pass_the_most_urgent_are_those_of_the_same_order():
     router = SLUICE.make_router(StrategyParameters(), random.Random(1))
     router.assign(10.0, [make_prefill("a"), make_prefill("b")], make_table(EngineLoad()))
@@ -291,8 +390,16 @@ def test_a_prompt_that_is_late_everywhere_is_refused_if_that_is_allowed():
     assert [one.reason for one in assign(full, prompt)] == ["kv"]
 
 
-def target(table: EngineTable, source: str = "e0", tpot_slo_s: float = 0.07, **parameters: float) -> EngineId | None:
-    router = SLUICE.make_router(StrategyParameters(**parameters), random.Random(1))
+def target(
+    table: EngineTable,
+    source: str = "e0",
+    tpot_slo_s: float = 0.07,
+    prompt_tokens: int = 4000,
+    **parameters: float,
+) -> EngineId | None:
+    router = SLUICE.make_router(StrategyParameters(**{"pack_share": 0.7, **parameters}), random.Random(1))
+    (placed,) = router.assign(10.0, [make_prefill("before", tokens=prompt_tokens)], make_table(EngineLoad()))
+    assert isinstance(placed, Place)
     move = FlowRequest(
         request_id=RequestId("r"),
         cause=MoveCause.PREFILL_DONE,
@@ -319,6 +426,8 @@ def test_decodes_gather_on_the_fullest_engine_that_keeps_their_objective():
     assert target(loads(), pack_share=0.0) is None
     assert target(loads(), tpot_slo_s=math.inf) is None
     assert target(loads(), source="gone") is None
+    assert target(loads(), prompt_tokens=2000) is None  # 0.24 s: less than four gaps
+    assert target(loads(), prompt_tokens=2000, pack_prompt_share=3.0) == "e2"
     assert target(loads(third=900), source="e2") == "e1"  # its own engine is too full
 
 
@@ -355,11 +464,19 @@ def test_parameters_are_read_in_core_units():
         "tpot_share_percent": "90",
         "late_ttft_factor_percent": "250",
         "least_prefill_percent": "5",
+        "late_share_percent": "20",
+        "overload_order": "Deadline",
         "pack_share_percent": "0",
         "credit_milliseconds": "50",
     }
     assert SLUICE.read_parameters(values) == StrategyParameters(
-        tpot_share=0.9, least_prefill_share=0.05, late_ttft_factor=2.5, pack_share=0.0, credit_s=0.05
+        tpot_share=0.9,
+        least_prefill_share=0.05,
+        late_ttft_factor=2.5,
+        late_share=0.2,
+        overload_order=OverloadOrder.DEADLINE,
+        pack_share=0.0,
+        credit_s=0.05,
     )
 
 

@@ -206,8 +206,9 @@ def test_each_choice_of_a_field_is_named_where_the_field_is_described(path: str)
 
 
 def test_the_crd_is_small() -> None:
-    assert len(yaml.safe_dump(read_crd())) < 100_000
-    assert CRD.stat().st_size < 100_000
+    """``kubectl apply`` keeps it in an annotation, which holds 262,144 bytes: half of them at most."""
+    assert len(yaml.safe_dump(read_crd())) < 131_072
+    assert CRD.stat().st_size < 131_072
 
 
 def test_no_number_is_a_float() -> None:

@@ -29,6 +29,7 @@ MEANINGS = {
     "recovery": "its stream has begun, so that only the next token's time counts",
     "recovery_cap": "other recoveries have the share of each engine that prompts must leave to them",
     "kv": "too few KV blocks are free for the prompt",
+    "seats": "every engine with room for its KV runs as many requests as it can",
     "late_binding": "no engine will take a prompt within creditMilliseconds: it waits here, where order still counts",
     "saved_tpot": "a prefill here would outlast what decodes have saved, or the TTFT objective: it waits for a turn",
     "room": "its iterations are full of decodes: no prefill has room",

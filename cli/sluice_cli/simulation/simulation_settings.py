@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sluice_core.latency.measured_profiles import ProfileKind
 from sluice_core.latency.transfer import LINKS
-from sluice_core.records import EarlyRejection, PrefillOrder, StrategyParameters
+from sluice_core.records import EarlyRejection, OverloadOrder, PrefillOrder, StrategyParameters
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.sim.cell import (
     BLOCK_SIZE_TOKENS,
@@ -148,7 +148,11 @@ _PARAMETER_READERS: dict[str, Callable[[str], object]] = {
     "tpot_share": _read_number(0.0, 1.0),
     "least_prefill_share": _read_number(0.0, 1.0),
     "late_ttft_factor": _read_number(1.0, 4.0),
+    "catch_up_tokens": _read_count(0, 65_536),
+    "late_share": _read_number(0.0, 1.0),
+    "overload_order": lambda text: OverloadOrder(_read_choice(OverloadOrder)(text)),
     "pack_share": _read_number(0.0, 1.0),
+    "pack_prompt_share": _read_number(0.0, 100.0),
     "credit_s": _read_number(0.0, 1e3),
     "macro_instance_least": _read_count(1, 256),
     "macro_instance_most": _read_count(1, 1024),

@@ -40,6 +40,7 @@ class EngineView:
         per_iteration_s: Time of each iteration beside its prefill tokens.
         room_tokens: Prefill room.
         available_tokens: Tokens of a prompt for which KV blocks are left.
+        available_seqs: Requests for which there are seats, beside those that run, wait or are on their way.
         transfer_latency_s: Fixed part of T; 0 where decode stays.
         transfer_per_token_s: Part of T per prompt token; 0 where decode stays.
         is_proven: Its latency model has seen ``PROVEN_OBSERVATIONS`` iterations.
@@ -48,6 +49,7 @@ class EngineView:
     """
 
     __slots__ = (
+        "available_seqs",
         "available_tokens",
         "blocked_reason",
         "engine_id",
@@ -76,6 +78,7 @@ class EngineView:
         per_iteration_s: float,
         room_tokens: int,
         available_tokens: int,
+        available_seqs: int,
         transfer_latency_s: float,
         transfer_per_token_s: float,
         is_proven: bool,
@@ -91,6 +94,7 @@ class EngineView:
         self.per_iteration_s = per_iteration_s
         self.room_tokens = room_tokens
         self.available_tokens = available_tokens
+        self.available_seqs = available_seqs
         self.transfer_latency_s = transfer_latency_s
         self.transfer_per_token_s = transfer_per_token_s
         self.is_proven = is_proven

@@ -357,6 +357,10 @@ class EngineTable:
             per_iteration_s=per_iteration_s,
             room_tokens=state.room_tokens,
             available_tokens=available_blocks * state.config.block_size_tokens,
+            available_seqs=state.config.max_num_seqs
+            - state.num_committed_seqs
+            - load.queued_requests
+            - len(state.in_flight),
             transfer_latency_s=TRANSFER_LATENCY_S if transfers else 0.0,
             transfer_per_token_s=state.config.kv_bytes_per_token / rate if transfers else 0.0,
             is_proven=state.latency.num_observations >= PROVEN_OBSERVATIONS,
@@ -415,6 +419,7 @@ def _count_placement(view: EngineView, state: EngineState, blocks: int) -> Engin
         per_iteration_s=view.per_iteration_s,
         room_tokens=view.room_tokens,
         available_tokens=view.available_tokens - blocks * state.config.block_size_tokens,
+        available_seqs=view.available_seqs - 1,
         transfer_latency_s=view.transfer_latency_s,
         transfer_per_token_s=view.transfer_per_token_s,
         is_proven=view.is_proven,

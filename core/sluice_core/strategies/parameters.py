@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sluice_core.records import EarlyRejection, StrategyParameters
+from sluice_core.records import EarlyRejection, OverloadOrder, StrategyParameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,14 @@ GRANT_WAIT_MILLISECONDS = Parameter(
 TPOT_SHARE = Parameter(name="tpot_share_percent", default="98", low=50, high=100, unit="percent")
 LEAST_PREFILL = Parameter(name="least_prefill_percent", default="10", low=0, high=100, unit="percent")
 LATE_TTFT_FACTOR = Parameter(name="late_ttft_factor_percent", default="300", low=100, high=400, unit="percent")
-PACK_SHARE = Parameter(name="pack_share_percent", default="70", low=0, high=100, unit="percent")
+LATE_SHARE = Parameter(name="late_share_percent", default="10", low=0, high=100, unit="percent")
+OVERLOAD_ORDER = Parameter(
+    name="overload_order",
+    default="LongestLast",
+    choices=tuple(OverloadOrder),
+    source="Moore, Management Science 15(1), 1968",
+)
+PACK_SHARE = Parameter(name="pack_share_percent", default="85", low=0, high=100, unit="percent")
 CREDIT = Parameter(name="credit_milliseconds", default="100", low=0, high=10_000, unit="milliseconds")
 MACRO_INSTANCE_LEAST = Parameter(
     name="macro_instance_least", default="4", low=1, high=256, unit="engines", source="EcoServe, section 4.3.2: N_l"
@@ -102,6 +109,8 @@ PARAMETERS = (
     TPOT_SHARE,
     LEAST_PREFILL,
     LATE_TTFT_FACTOR,
+    LATE_SHARE,
+    OVERLOAD_ORDER,
     PACK_SHARE,
     CREDIT,
     MACRO_INSTANCE_LEAST,
@@ -142,6 +151,8 @@ def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], stra
         tpot_share=int(read[TPOT_SHARE.name]) / 100,
         least_prefill_share=int(read[LEAST_PREFILL.name]) / 100,
         late_ttft_factor=int(read[LATE_TTFT_FACTOR.name]) / 100,
+        late_share=int(read[LATE_SHARE.name]) / 100,
+        overload_order=OverloadOrder(read[OVERLOAD_ORDER.name]),
         pack_share=int(read[PACK_SHARE.name]) / 100,
         credit_s=int(read[CREDIT.name]) / 1000,
         macro_instance_least=int(read[MACRO_INSTANCE_LEAST.name]),
@@ -170,6 +181,8 @@ def format_parameters(rows: tuple[Parameter, ...], parameters: StrategyParameter
         TPOT_SHARE.name: str(round(parameters.tpot_share * 100)),
         LEAST_PREFILL.name: str(round(parameters.least_prefill_share * 100)),
         LATE_TTFT_FACTOR.name: str(round(parameters.late_ttft_factor * 100)),
+        LATE_SHARE.name: str(round(parameters.late_share * 100)),
+        OVERLOAD_ORDER.name: str(parameters.overload_order.value),
         PACK_SHARE.name: str(round(parameters.pack_share * 100)),
         CREDIT.name: str(round(parameters.credit_s * 1000)),
         MACRO_INSTANCE_LEAST.name: str(parameters.macro_instance_least),

@@ -12,14 +12,16 @@ from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.slack.slack_batching import SlackBatching
-from sluice_core.scheduling.slack.slack_placement import DecodePacking, SlackPlacement
+from sluice_core.scheduling.slack.slack_placement import SlackPlacement
 from sluice_core.scheduling.waiting_order import Urgency, compute_urgency
 from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.parameters import (
     CREDIT,
     EARLY_REJECTION,
+    LATE_SHARE,
     LATE_TTFT_FACTOR,
     LEAST_PREFILL,
+    OVERLOAD_ORDER,
     PACK_SHARE,
     TPOT_SHARE,
     WATERMARK,
@@ -38,7 +40,7 @@ class SlackRouter(RoleRouter):
     def __init__(self, placement: SlackPlacement, flow: FlowPolicy) -> None:
         super().__init__(placement, flow)
         self._slack_placement = placement
-        self._packing = DecodePacking(placement.parameters)
+        self._packing = placement.packing
 
     def assign(
         self,
@@ -66,11 +68,12 @@ class SlackRouter(RoleRouter):
         prompt_tokens: int,
     ) -> Urgency:
         """See ``RouterPolicy.compute_urgency``: by deadline."""
-        if not is_recovery:
-            # From here on the deadline stands for the arrival.
-            arrival_s = self._slack_placement.compute_due_s(now, arrival_s, ttft_slo_s, prompt_tokens)
-        return compute_urgency(
-            is_recovery=is_recovery, next_token_due_s=next_token_due_s, priority=priority, arrival_s=arrival_s
+        if is_recovery:
+            return compute_urgency(
+                is_recovery=True, next_token_due_s=next_token_due_s, priority=priority, arrival_s=arrival_s
+            )
+        return self._slack_placement.waiting_order.compute_urgency(
+            now, arrival_s=arrival_s, ttft_slo_s=ttft_slo_s, prompt_tokens=prompt_tokens, priority=priority
         )
 
     def target(self, now: float, request: FlowRequest, engines: EngineTable) -> EngineId | None:
@@ -101,7 +104,17 @@ class SluiceRules:
 SLUICE = Strategy(
     name="sluice",
     title="Sluice",
-    parameters=(CREDIT, EARLY_REJECTION, LATE_TTFT_FACTOR, LEAST_PREFILL, PACK_SHARE, TPOT_SHARE, WATERMARK),
+    parameters=(
+        CREDIT,
+        EARLY_REJECTION,
+        LATE_SHARE,
+        LATE_TTFT_FACTOR,
+        LEAST_PREFILL,
+        OVERLOAD_ORDER,
+        PACK_SHARE,
+        TPOT_SHARE,
+        WATERMARK,
+    ),
     sliders=SliderUse(varies_ratio=False, varies_prefill_tokens=False, varies_decode_tokens=False),
     policies=SluiceRules(),
     has_flow=False,

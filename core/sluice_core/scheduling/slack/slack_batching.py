@@ -3,6 +3,9 @@
 A decode's *slack* is the time until its TPOT so far passes its share of the objective. An iteration gets as many
 prefill tokens as end before the least slack of all is used up. Without decodes the chunk size alone limits it.
 
+TPOT is a mean over the answer. So a decode may be behind while it has fewer than ``catch_up_tokens`` tokens, as far as
+iterations of decodes alone let it catch up by then.
+
 Prompts get a share of the TPOT objective in any case. Decodes that have just begun have no slack yet, and one that is
 behind catches up by a millisecond or two an iteration: prompts that waited for these would be late by seconds.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 from typing import Final
 
 from sluice_core.latency import LatencyModel
-from sluice_core.records import MoveCause, MoveProposal, StrategyParameters
+from sluice_core.records import IterationShape, MoveCause, MoveProposal, StrategyParameters
 from sluice_core.scheduling.batching import BatchLimits, EngineBatch
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import MAX_STANDING_PROPOSALS, propose_all
@@ -36,6 +39,7 @@ class SlackBatching(ChunkedPrefillPolicy):
         super().__init__(counts_decodes=counts_decodes)
         self._tpot_share = parameters.tpot_share
         self._least_prefill_share = parameters.least_prefill_share
+        self._catch_up_tokens = parameters.catch_up_tokens
         self._packs = parameters.pack_share > 0.0
         self._decodes: DecodeSet | None = None
         self._latency: LatencyModel | None = None
@@ -62,7 +66,7 @@ class SlackBatching(ChunkedPrefillPolicy):
         ahead = engine.num_decodes + engine.num_joining
         room = fit_prefill_room(
             self._latency,
-            self._find_limit_s(now, engine, self._decodes),
+            self._find_limit_s(now, engine, self._decodes, self._latency),
             room_tokens,
             ahead,
             engine.decode_context_tokens,
@@ -87,11 +91,22 @@ class SlackBatching(ChunkedPrefillPolicy):
             for decode in engine.take_new_here(MAX_STANDING_PROPOSALS)
         ]
 
-    def _find_limit_s(self, now: float, engine: EngineBatch, decodes: DecodeSet) -> float:
+    def _find_limit_s(self, now: float, engine: EngineBatch, decodes: DecodeSet, latency: LatencyModel) -> float:
         """Find how long the next iteration may take."""
         decodes.refresh_ranking(now, min_tokens=0, alpha=self._tpot_share)
-        limit_s = decodes.find_least_slack_s(now, 1 + engine.num_under_way, LOST_SLACK_S) - engine.under_way_s
+        decode_s = latency.estimate_shape_s(
+            IterationShape(num_decodes=engine.num_decodes, decode_context_tokens=engine.decode_context_tokens)
+        )
+        slack_s = decodes.find_least_slack_s(
+            now,
+            1 + engine.num_under_way,
+            LOST_SLACK_S,
+            catch_up_tokens=self._catch_up_tokens,
+            decode_s=decode_s,
+        )
+        limit_s = slack_s - engine.under_way_s
         if engine.num_decodes + engine.num_joining > len(decodes):
-            # Some begin with the iteration under way, or have just come: they have no slack yet but that of one gap.
-            limit_s = min(limit_s, self._tpot_share * decodes.least_tpot_slo_s)
+            # Some begin with the iteration under way, or have just come: they have one gap, and what they catch up.
+            gap_s = self._tpot_share * decodes.least_tpot_slo_s
+            limit_s = min(limit_s, gap_s + max(0, self._catch_up_tokens - 1) * max(0.0, gap_s - decode_s))
         return limit_s

@@ -47,18 +47,21 @@ class ParametersSpec(ManifestModel):
     """Disaggregated: longest time that a finished prefill waits for a D-heavy engine with room, its KV where it is.
     Then it is recomputed and decodes where that is done."""
     tpot_share_percent: Annotated[int, Field(strict=True, ge=50, le=100)] = 98
-    """Sluice: share of the TPOT objective that prefills may use up beside decodes."""
+    """Sluice: share of the TPOT objective that prefills may use up."""
     least_prefill_percent: Annotated[int, Field(strict=True, ge=0, le=100)] = 10
-    """Sluice: share of the TPOT objective that waiting prompts get in each iteration, however late decodes are."""
+    """Sluice: share of the TPOT objective that prompts get in each iteration."""
     late_ttft_factor_percent: Annotated[int, Field(strict=True, ge=100, le=400)] = 300
-    """Sluice: a prompt that can no longer meet its TTFT objective waits as if it were so many times as long.
-    100: it keeps its place."""
-    pack_share_percent: Annotated[int, Field(strict=True, ge=0, le=100)] = 70
-    """Sluice: share of the TPOT objective up to which decodes gather on one engine. 0: they stay where they begin."""
+    """Sluice: late prompts wait as if their TTFT objective were so much longer."""
+    late_share_percent: Annotated[int, Field(strict=True, ge=0, le=100)] = 10
+    """Sluice: share of the prefill time for late prompts while others can be in time."""
+    overload_order: Literal["LongestLast", "Deadline"] = "LongestLast"
+    """Sluice: who waits in overload. LongestLast: long prompts. Deadline: the last due."""
+    pack_share_percent: Annotated[int, Field(strict=True, ge=0, le=100)] = 85
+    """Sluice: share of the TPOT objective up to which decodes gather on one engine."""
     credit_milliseconds: Annotated[int, Field(strict=True, ge=0, le=10_000)] = 100
-    """Sluice: prefill work that an engine is given ahead; what comes later waits at the router. 0: nothing waits."""
+    """Sluice: prefill work that an engine gets ahead; the rest waits at the router. 0: none does."""
     macro_instance_least: Annotated[int, Field(strict=True, ge=1, le=256)] = 4
-    """EcoServe: engines of the macro instance that is split off when one grows beyond macroInstanceMost (N_l)."""
+    """EcoServe: engines of the macro instance that a split makes (N_l)."""
     macro_instance_most: Annotated[int, Field(strict=True, ge=1, le=1024)] = 16
     """EcoServe: most engines of a macro instance (N_u). Less than twice macroInstanceLeast less 1 counts as that."""
     split_search_steps: Annotated[int, Field(strict=True, ge=1, le=16)] = 6
