@@ -6,6 +6,7 @@ import pytest
 from test_simulation import SLO, make_engines
 
 from sluice_core.records import StrategyParameters
+from sluice_core.scheduling import batching
 from sluice_core.scheduling.batching import RECOMPUTE_TOKENS, PrefillSelector, RequestKind
 from sluice_core.sim.cell import Arrival
 from sluice_core.sim.engine.prefill_queue import PrefillQueue
@@ -13,6 +14,7 @@ from sluice_core.sim.engine.selected_prefills import SelectedPrefills
 from sluice_core.sim.requests import SimRequest
 from sluice_core.strategies import get_strategy
 
+IS_COMPILED = not batching.__file__.endswith(".py")
 BLOCK = 16
 (SETUP,) = make_engines(((1, 2048),))
 TAICHI = get_strategy("taichi").make_engine(StrategyParameters())
@@ -70,6 +72,7 @@ class PlayedSelector(PrefillSelector):
         return []
 
 
+@pytest.mark.skipif(IS_COMPILED, reason="a compiled class has no interpreted subclass")
 @pytest.mark.parametrize(
     ("share", "is_computed"), [(0.0, (1, 1)), (0.009, (1, 1)), (0.02, (2, 1)), (0.5, (50, 15)), (1.0, (100, 30))]
 )
