@@ -376,7 +376,10 @@ def test_a_vllm_that_we_do_not_know_is_refused(check: str, tiny_model: Path, clo
 
 def test_what_an_engine_does_can_be_recorded(tiny_model: Path, clock: HandTime, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SLUICE_RECORD", str(tmp_path))
-    Run("moves", make_pair(SCENARIOS["moves"], tiny_model), clock).go()
+    engines = make_pair(SCENARIOS["moves"], tiny_model)
+    Run("moves", engines, clock).go()
+    for engine in engines:
+        engine.core.scheduler._recorder.close()
     lines = [json.loads(line) for line in (tmp_path / "left-1.jsonl").read_text().splitlines()]
     assert {line[0] for line in lines} == {"plan", "request", "batch", "end", "hand-off"}
     assert lines[0] == ["plan", 5000.0, "P-heavy", 256]
