@@ -25,9 +25,9 @@ from sluice_cli.commands.simulation_options import (
     ttft_option,
 )
 from sluice_cli.errors import as_command_error
+from sluice_cli.output.bench_table import make_comparison_report, make_markdown, make_strategy_table
 from sluice_cli.output.console import make_console
 from sluice_cli.output.progress import show_progress
-from sluice_cli.output.strategy_table import make_comparison_report, make_markdown, make_strategy_table
 from sluice_cli.simulation.plan_inputs import PlanFlags
 from sluice_cli.simulation.strategy_cells import StrategyCell, load_cells, make_own_cell
 from sluice_cli.simulation.strategy_comparison import ComparisonFile, ComparisonSettings, compare_strategies

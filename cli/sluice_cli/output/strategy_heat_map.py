@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from sluice_cli.output.bench_table import compute_ratios
 from sluice_cli.output.plan_charts import STYLE, to_svg
-from sluice_cli.output.strategy_table import compute_ratios
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
