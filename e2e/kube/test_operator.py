@@ -356,35 +356,3 @@ def test_the_operator_survives_a_restart_of_the_control_plane(program: str, clus
     wait_for(lambda: cluster.roles == ["d-heavy"] + ["p-heavy"] * 3, "the roles")
     cluster.wait("Progressing", "Settled")
     assert set(cluster.engines) == before
-
-
-def test_three_clusters_take_the_images_of_a_new_operator_one_after_the_other(
-    client: Client, routers: StandInRouters, replicas: Replicas, make_namespace: Callable[[str], str]
-) -> None:
-    replicas.end()
-    old = replicas.start("old")
-    clusters = [Cluster(client, make_namespace("restricted")) for _ in range(3)]
-    for each in clusters:
-        each.edit(replicas=2)
-    for each in clusters:
-        each.wait("Progressing", "Settled")
-    before = [set(each.engines) for each in clusters]
-    assert old.end(signal.SIGTERM) == 0
-    replicas.start("new", engine_image="sluice-engine:9")
-    seen: list[list[int]] = []
-
-    def is_over() -> bool:
-        """Counts the new engines of each cluster."""
-        begun = [len(set(each.engines) - known) for each, known in zip(clusters, before, strict=True)]
-        seen.extend([] if begun in seen else [begun])
-        return begun == [2, 2, 2]
-
-    wait_for(is_over, "the new image everywhere")
-    print(f"new engines of each cluster: {seen}")
-    assert all(begun.count(1) <= 1 for begun in seen)
-    # Some moments have one cluster, and two clusters, still to begin.
-    assert {begun.count(0) for begun in seen if any(begun)} == {0, 1, 2}
-    for each in clusters:
-        each.wait("Progressing", "Settled")
-        assert {pod["spec"]["containers"][0]["image"] for pod in each.engines.values()} == {"sluice-engine:9"}
-        each.kubectl("delete", "slc", "tiny")
