@@ -58,9 +58,11 @@ class WaitingOrder:
         waiting.sort(key=lambda request: self._get_urgency(now, request))
         if waiting[-1].turn:
             return waiting  # owners take turns, whoever is late
-        late = [request for request in waiting if self.is_late(now, request)]
+        late: list[PrefillRequest] = []
+        others: list[PrefillRequest] = []
+        for request in waiting:
+            (late if self.is_late(now, request) else others).append(request)
         if late and self._late_share < 1.0:
-            others = [request for request in waiting if not self.is_late(now, request)]
             self._has_others = bool(others)
             waiting = [late[0], *others, *late[1:]] if waiting[0] is late[0] else [*others, *late]
         return self._put_longest_last(now, waiting, engines) if self._puts_longest_last else waiting
