@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
+from formula_harness import FormulaEvaluator
 from tuner_harness import make_question
 
 from sluice_core.planning.slider_search import SearchEffort
-from sluice_core.planning.trials import TrialResult
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune import search as searching
 from sluice_operator.autotune.search import (
@@ -27,14 +27,10 @@ if TYPE_CHECKING:
     from sluice_operator.autotune.search_messages import SearchRequest
 
 
-class Formula:
+class Formula(FormulaEvaluator):
     """Attainment is ``target`` at a candidate's goodput, which its share of P-heavy engines and its seed decide."""
 
     best_rps = 4.0
-    trials: list[SearchTrial]
-
-    def __init__(self, problem: object) -> None:
-        del problem
 
     @classmethod
     def find_goodput_rps(cls, trial: SearchTrial) -> float:
@@ -42,11 +38,6 @@ class Formula:
         distance = abs(candidate.num_prefill_heavy - 3) + abs(math.log2(candidate.prefill_heavy_tokens / 1024))
         distance += abs(candidate.decode_heavy_tokens - 128) / 512
         return cls.best_rps * (1.0 - 0.1 * distance) * (1.0 + 0.01 * (trial.seed % 1000))
-
-    def evaluate(self, trial: SearchTrial) -> TrialResult:
-        self.trials.append(trial)
-        over = math.log(trial.rate_rps / self.find_goodput_rps(trial))
-        return TrialResult(trial=trial, attainment=min(1.0, max(0.0, 0.9 - 4.0 * over)), num_iterations=1)
 
 
 @pytest.fixture

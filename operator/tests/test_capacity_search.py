@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
+from formula_harness import FormulaEvaluator
 from tuner_harness import BOUNDS, make_spec
 
 from sluice_core.planning.planner import estimate_start_rps
 from sluice_core.planning.slider_search import SearchEffort
-from sluice_core.planning.trials import TrialResult
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autoscaling import capacity_process, capacity_search
 from sluice_operator.autoscaling.capacity_messages import (
@@ -138,15 +137,12 @@ async def test_a_search_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyP
 # A whole search, its runs stood in for by a formula.
 
 
-class Formula:
+class Formula(FormulaEvaluator):
     """Attainment is 0.9 at so many requests/s per engine and seed; that of better chunk sizes is ``gain`` times it."""
 
     each_rps = 3.0
     gain = 1.0
     worse_seed: int | None = None
-
-    def __init__(self, problem: object) -> None:
-        self.problem = problem
 
     @classmethod
     def find_goodput_rps(cls, trial: SearchTrial) -> float:
@@ -154,11 +150,6 @@ class Formula:
         gain = 0.97 if trial.seed == cls.worse_seed else cls.gain
         gain = gain if candidate.prefill_heavy_tokens == 512 else 1.0
         return cls.each_rps * candidate.replicas * gain * (1.0 + 0.1 * (trial.seed - 1))
-
-    def evaluate(self, trial: SearchTrial) -> TrialResult:
-        self.trials.append(trial)
-        over = math.log(trial.rate_rps / self.find_goodput_rps(trial))
-        return TrialResult(trial=trial, attainment=min(1.0, max(0.0, 0.9 - 4.0 * over)), num_iterations=1)
 
 
 @pytest.fixture
