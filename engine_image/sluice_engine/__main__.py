@@ -10,12 +10,13 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sluice_engine.child_processes import leave
 from sluice_engine.errors import EngineError, UnsupportedVllmError
 from sluice_engine.kv_transfer.rdma_preflight import check_devices
 from sluice_engine.kv_transfer.transport_in_use import TransportLog
-from sluice_engine.processes import StopSignal, leave
 from sluice_engine.settings import parse_settings
 from sluice_engine.startup.model_check import check_model
+from sluice_engine.stop_signal import StopSignal
 from sluice_engine.supported_versions import SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
 
 if TYPE_CHECKING:

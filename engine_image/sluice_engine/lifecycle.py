@@ -27,8 +27,8 @@ from sluice_engine.startup.warm_up import WarmUp
 if TYPE_CHECKING:
     from sluice.certificate_rotation import CertificateFolder
     from sluice_engine.kv_transfer.transport_in_use import TransportLog
-    from sluice_engine.processes import StopSignal
     from sluice_engine.settings import EngineSettings
+    from sluice_engine.stop_signal import StopSignal
 
 logger = logging.getLogger(__name__)
 

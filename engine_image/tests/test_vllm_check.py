@@ -151,7 +151,7 @@ def test_replay_generator_finds_its_place_by_counting_tokens() -> None:
 
 
 def test_process_dies_with_its_parent() -> None:
-    from sluice_engine.processes import die_with_parent
+    from sluice_engine.child_processes import die_with_parent
 
     reader, writer = os.pipe()
     parent = os.fork()

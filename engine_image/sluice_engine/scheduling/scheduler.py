@@ -22,12 +22,12 @@ from sluice_core.records import MoveCause
 from sluice_core.scheduling.batching import RequestKind
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_engine import core_encoding, core_messages, vllm_check
+from sluice_engine.child_processes import die_with_parent
 from sluice_engine.kv_transfer.grant_table import GrantTable
 from sluice_engine.kv_transfer.kv_offers import KvOffers
 from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
 from sluice_engine.kv_transfer.part_pulls import PartPulls
 from sluice_engine.kv_transfer.resume import GrammarReplayError, replay_grammar, restore_output
-from sluice_engine.processes import die_with_parent
 from sluice_engine.scheduling.fidelity_recorder import open_recorder
 from sluice_engine.scheduling.grants import EngineRoom, GrantAllocator, answer_grant
 from sluice_engine.scheduling.incoming_pulls import IncomingPulls

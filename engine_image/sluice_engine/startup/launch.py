@@ -23,9 +23,9 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor.abstract import Executor
 
 from sluice_engine import plugin
+from sluice_engine.child_processes import die_with_parent
 from sluice_engine.emulation import emulated_gpu_profile
 from sluice_engine.errors import StartError
-from sluice_engine.processes import die_with_parent
 from sluice_engine.startup import model_classes
 
 if TYPE_CHECKING:
