@@ -12,7 +12,7 @@ from typing import Any
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from sluice_engine import core_messages
-from sluice_engine.kv_transfer import nixl_progress, resume
+from sluice_engine.kv_transfer import nixl_progress, output_replay
 from sluice_engine.kv_transfer.kv_lease import KV_LEASE_S
 from sluice_engine.scheduling import late_scheduling
 
@@ -28,7 +28,7 @@ def register() -> None:
     """Installs the plugin; calling it again changes nothing."""
     setattr(EngineCore, core_messages.UTILITY, _carry_out)
     EngineCoreProc._process_input_queue = _process_input_queue  # noqa: SLF001
-    resume.install_in_runner()
+    output_replay.install_in_runner()
 
 
 def make_transfer_config(

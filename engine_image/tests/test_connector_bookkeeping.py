@@ -22,7 +22,7 @@ def nixl() -> Any:
 @pytest.fixture(scope="module")
 def resume() -> Any:
     engine_harness.import_vllm()
-    from sluice_engine.kv_transfer import resume  # noqa: PLC0415
+    from sluice_engine.kv_transfer import output_replay  # noqa: PLC0415
 
     return resume
 
@@ -94,7 +94,7 @@ def test_a_hand_off_marks_the_request_for_a_reader(nixl: Any) -> None:
 def test_earlier_output_becomes_the_requests_own(tokens: list[int], stats: str | None, resume: Any) -> None:
     output: list[int] = []
     request = SimpleNamespace(append_output_token_ids=output.extend, prefill_stats="kept")
-    resume.restore_output(request, tokens)
+    output_replay.restore_output(request, tokens)
     assert (output, request.prefill_stats) == (tokens, stats)
 
 
@@ -114,10 +114,10 @@ def test_a_grammar_is_brought_to_where_the_output_is(
     grammar = SimpleNamespace(grammar=SimpleNamespace(accept_tokens=accept_tokens))
     request = SimpleNamespace(request_id="r", output_token_ids=tokens, structured_output_request=grammar)
     if is_refused:
-        with pytest.raises(resume.GrammarReplayError, match="its 2 earlier tokens do not fit"):
-            resume.replay_grammar(request)
+        with pytest.raises(output_replay.GrammarReplayError, match="its 2 earlier tokens do not fit"):
+            output_replay.replay_grammar(request)
     else:
-        resume.replay_grammar(request)
+        output_replay.replay_grammar(request)
     assert calls == asked
 
 
@@ -128,12 +128,12 @@ def test_a_seeded_generator_goes_on_where_its_output_ends(resume: Any) -> None:
         return int(torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long))
 
     state: Any = SimpleNamespace(output_token_ids=[])
-    generator = resume.ReplayGenerator(7, state)
+    generator = output_replay.ReplayGenerator(7, state)
     drawn = [draw(generator) for _ in range(4)]
     assert len(set(drawn)) == 4
     for num_tokens in (0, 2, 3):
         state.output_token_ids = [1] * num_tokens
         generator.set_offset(generator.get_offset())
         assert draw(generator) == drawn[num_tokens]
-        assert draw(resume.ReplayGenerator(7, state)) == drawn[num_tokens]
-    assert draw(resume.ReplayGenerator(8, state)) != drawn[3]
+        assert draw(output_replay.ReplayGenerator(7, state)) == drawn[num_tokens]
+    assert draw(output_replay.ReplayGenerator(8, state)) != drawn[3]

@@ -240,7 +240,7 @@ def test_the_environment_is_that_of_the_machine(launch, monkeypatch, host, is_cp
 def resume() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from sluice_engine.kv_transfer import resume  # noqa: PLC0415
+        from sluice_engine.kv_transfer import output_replay  # noqa: PLC0415
     return resume
 
 
@@ -249,7 +249,7 @@ def make_state(resume: Any, output: list[int], extras: dict[str, Any] | None, ge
 
     parameters = SamplingParams(seed=5)
     parameters.extra_args = extras
-    return resume.ResumedRequestState(
+    return output_replay.ResumedRequestState(
         req_id="r",
         prompt_token_ids=[1, 2],
         mm_features=[],
@@ -272,7 +272,7 @@ def test_a_runner_knows_the_tokens_that_were_made_elsewhere(resume) -> None:
 def test_a_gpus_generator_and_a_request_that_samples_nothing_stay_as_they_are(resume) -> None:
     generator = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     assert make_state(resume, [], None, generator).generator is generator
-    state = resume.ResumedRequestState(
+    state = output_replay.ResumedRequestState(
         req_id="r",
         prompt_token_ids=[1, 2],
         mm_features=[],

@@ -133,7 +133,7 @@ def test_unsupported_setting_is_named(changes: dict[str, Any], message: str) -> 
 def test_replay_generator_finds_its_place_by_counting_tokens() -> None:
     import torch
 
-    from sluice_engine.kv_transfer.resume import ReplayGenerator
+    from sluice_engine.kv_transfer.output_replay import ReplayGenerator
 
     def draw(generator: torch.Generator) -> int:
         return int(torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long).item())

@@ -1,1 +1,1 @@
-"""KV transfer between engines: the NIXL connector, handles, hand-off, resume."""
+"""KV transfer between engines: the NIXL connector, handles, grants, hand-off, replay of earlier output."""

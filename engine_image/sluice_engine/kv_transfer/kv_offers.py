@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from sluice_engine.core_messages import OfferCommand
-    from sluice_engine.kv_transfer.kv_connector import KvConnector
+    from sluice_engine.kv_transfer.interface import KvConnector
 
 # Ends the name of an offer among the requests that the connector's worker knows.
 OFFER_MARK = "@offer"

@@ -11,7 +11,7 @@ from sluice_engine.core_messages import HandOffAnswer
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from sluice_engine.kv_transfer.kv_connector import KvConnector
+    from sluice_engine.kv_transfer.interface import KvConnector
 
 
 class OutgoingHandOffs:

@@ -14,7 +14,7 @@ from sluice_engine.kv_transfer.kv_handles import MalformedHandleError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sluice_engine.kv_transfer.kv_connector import KvConnector
+    from sluice_engine.kv_transfer.interface import KvConnector
     from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from sluice_engine.child_processes import die_with_parent
 from sluice_engine.kv_transfer.grant_table import GrantTable
 from sluice_engine.kv_transfer.kv_offers import KvOffers
 from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
+from sluice_engine.kv_transfer.output_replay import GrammarReplayError, replay_grammar, restore_output
 from sluice_engine.kv_transfer.part_pulls import PartPulls
-from sluice_engine.kv_transfer.resume import GrammarReplayError, replay_grammar, restore_output
 from sluice_engine.scheduling.fidelity_recorder import open_recorder
 from sluice_engine.scheduling.grants import EngineRoom, GrantAllocator, answer_grant
 from sluice_engine.scheduling.incoming_pulls import IncomingPulls
