@@ -550,7 +550,7 @@ class NaiveAheadSimulation(NaiveSimulation):
         return move.request.is_decoding and move.request.stays == move.stay
 
     def has_room(self, move):
-        """Refuse what engines refuse (``sluice_engine.scheduling.grants``)."""
+        """Refuse what engines refuse (``sluice_engine.kv_transfer.grants``)."""
         target, total = move.target, move.target.setup.kv_blocks_total
         seats = len(target.decodes) + len(target.started()) + len(target.incoming) + len(target.arrived)
         to_come = sum(blocks_for_tokens(r.to_compute, target.block) - r.blocks for r in target.started())

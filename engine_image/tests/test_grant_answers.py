@@ -7,12 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_scheduler_grant_table import Pool
+from test_grant_table import Pool
 
 from sluice_core.kv import KvBlocks
 from sluice_engine.core_messages import GrantAnswer, GrantCommand
-from sluice_engine.kv_transfer.grant_table import GrantTable
-from sluice_engine.scheduling.grants import EngineRoom, GrantAllocator, answer_grant, find_refusal
+from sluice_engine.kv_transfer.grants import EngineRoom, GrantAllocator, GrantTable, answer_grant, find_refusal
 
 # 30 of 100 blocks are free; a grant of 20 beside prefills that need 10 just fits.
 ROOM = EngineRoom(
@@ -118,8 +117,7 @@ def make_allocator(num_free: int, granted: int) -> tuple[Manager, GrantTable]:
     """A grant of some blocks that ``arriving`` has claimed, and as many other blocks as are free."""
     pool = Pool(num_free + granted)
     manager, table = Manager(pool), GrantTable(pool)
-    usage: Any = manager
-    GrantAllocator(manager, table, usage)
+    GrantAllocator(manager, table, manager.count_blocks_of)
     assert table.reserve("one", granted, expires_s=1.0)
     assert table.claim("one", "arriving")
     return manager, table

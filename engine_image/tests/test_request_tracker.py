@@ -6,17 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_scheduler_grant_table import Pool
+from test_grant_table import Pool
 
 from sluice_core.kv import KvBlocks
 from sluice_core.records import StrategyParameters
 from sluice_core.scheduling.batching import RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY, get_strategy
 from sluice_engine.core_messages import ConfigureCommand, RequestExtras, SchedulerLoad
-from sluice_engine.kv_transfer.grant_table import GrantTable
+from sluice_engine.kv_transfer.grants import GrantTable
 from sluice_engine.scheduling.iteration_timer import IterationTimer
 from sluice_engine.scheduling.kv_usage import KvUsage
-from sluice_engine.scheduling.load_report import measure_load
+from sluice_engine.scheduling.load_measurement import measure_load
 from sluice_engine.scheduling.prefill_room import PrefillRoom, count_ending_decodes
 from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest, track_request
 from sluice_engine.scheduling.scheduled_batch import describe_batch, settle_batch

@@ -1,8 +1,8 @@
 """Output that a request brings from another engine: replayed here, so that the request goes on in the middle.
 
-In the scheduler its tokens become the request's output, so that ``max_tokens``, stop rules and logprobs count on, and the
-grammar is replayed. vLLM's V2 model runner needs nothing more. The V1 runner, which CPUs use, needs its request state
-filled.
+In the scheduler its tokens become the request's output, so that ``max_tokens``, stop rules and logprobs count on, and
+the grammar is replayed. vLLM's V2 model runner needs nothing more. The V1 runner, which CPUs use, needs its request
+state filled.
 """
 
 from __future__ import annotations

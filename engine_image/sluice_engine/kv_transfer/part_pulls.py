@@ -21,7 +21,7 @@ from sluice_engine.kv_transfer.kv_lease import KV_LEASE_S
 
 if TYPE_CHECKING:
     from sluice_engine.core_messages import PullPartCommand
-    from sluice_engine.kv_transfer.grant_table import GrantedRoom, GrantTable
+    from sluice_engine.kv_transfer.grants import GrantedRoom, GrantTable
     from sluice_engine.kv_transfer.interface import KvConnector
 
 logger = logging.getLogger(__name__)

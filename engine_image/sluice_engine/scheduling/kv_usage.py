@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sluice_core.kv import KvBlocks
 
 if TYPE_CHECKING:
-    from sluice_engine.kv_transfer.grant_table import GrantTable
+    from sluice_engine.kv_transfer.grants import GrantTable
     from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
 
 

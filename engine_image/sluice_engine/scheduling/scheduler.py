@@ -23,18 +23,17 @@ from sluice_core.scheduling.batching import RequestKind
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_engine import core_encoding, core_messages, vllm_check
 from sluice_engine.child_processes import die_with_parent
-from sluice_engine.kv_transfer.grant_table import GrantTable
+from sluice_engine.kv_transfer.grants import EngineRoom, GrantAllocator, GrantTable, answer_grant
 from sluice_engine.kv_transfer.kv_offers import KvOffers
 from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
 from sluice_engine.kv_transfer.output_replay import GrammarReplayError, replay_grammar, restore_output
 from sluice_engine.kv_transfer.part_pulls import PartPulls
 from sluice_engine.scheduling.fidelity_recorder import open_recorder
-from sluice_engine.scheduling.grants import EngineRoom, GrantAllocator, answer_grant
 from sluice_engine.scheduling.incoming_pulls import IncomingPulls
 from sluice_engine.scheduling.iteration_timer import IterationTimer
 from sluice_engine.scheduling.kv_usage import KvUsage
 from sluice_engine.scheduling.late_scheduling import ExpectedArrivals
-from sluice_engine.scheduling.load_report import measure_load
+from sluice_engine.scheduling.load_measurement import measure_load
 from sluice_engine.scheduling.move_proposals import MoveProposer
 from sluice_engine.scheduling.phase_tracker import PhaseTracker
 from sluice_engine.scheduling.plan_in_force import PlanInForce
@@ -85,7 +84,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         )
         self._arrivals = ExpectedArrivals()
         self._kv_usage = KvUsage(manager, self._grants, self._hand_offs)
-        self._allocator = GrantAllocator(manager, self._grants, self._kv_usage)
+        self._allocator = GrantAllocator(manager, self._grants, self._kv_usage.count_blocks_of)
         self._prefill_room = PrefillRoom(
             self._tracker,
             manager,

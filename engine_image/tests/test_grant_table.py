@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice_engine.kv_transfer.grant_table import GrantTable
+from sluice_engine.kv_transfer.grants import GrantTable
 
 
 class Block:
