@@ -17,9 +17,9 @@ import uvloop
 from sluice.certificate_rotation import keep_fresh
 from sluice_engine import vllm_check
 from sluice_engine.kv_transfer import transport_in_use
-from sluice_engine.server import metrics
 from sluice_engine.server.engine_server import EngineServer, ServerIntervals
 from sluice_engine.server.grpc_server import read_certificates, start_grpc
+from sluice_engine.server.probes import start_http
 from sluice_engine.server.request_builder import VllmRequestBuilder
 from sluice_engine.startup import identity, launch
 from sluice_engine.startup.warm_up import WarmUp
@@ -121,7 +121,7 @@ async def serve(
     listener, state = await start_grpc(settings, server, certificates)
     refreshes = [certificates.refresh] if certificates else []
     follower = asyncio.create_task(keep_fresh(refreshes), name="certificates")
-    metrics.start_http(settings.host, settings.metrics_port, server, lambda: not stopped.is_set() and not pump.done())
+    start_http(settings.host, settings.metrics_port, server, lambda: not stopped.is_set() and not pump.done())
     logger.info("engine %s serves on %s:%d", settings.engine_id, settings.host, settings.port)
     stopping = asyncio.create_task(stopped.wait())
     await asyncio.wait({pump, keeper, stopping}, return_when=asyncio.FIRST_COMPLETED)

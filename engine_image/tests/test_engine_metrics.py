@@ -14,6 +14,7 @@ from sluice.v1 import sampling_pb2
 from sluice_engine import core_messages
 from sluice_engine.server import metrics
 from sluice_engine.server.counters import ServerCounters
+from sluice_engine.server.probes import start_http
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def address(server):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     state = SimpleNamespace(is_ready=True)
-    http = metrics.start_http("127.0.0.1", port, server, lambda: state.is_ready)
+    http = start_http("127.0.0.1", port, server, lambda: state.is_ready)
     yield SimpleNamespace(url=f"http://127.0.0.1:{port}", state=state)
     http.shutdown()
     http.server_close()

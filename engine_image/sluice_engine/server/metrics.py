@@ -1,23 +1,20 @@
-"""Prometheus metrics and probes over HTTP, in threads of their own: a probe answers while the event loop is busy.
+"""Prometheus metrics of an engine; ``probes`` serves them.
 
 Nothing is counted twice: the collector reads the server's counters and its newest load when it is scraped.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from sluice.v1 import sampling_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from sluice_engine.server.engine_server import EngineServer
 
 # Gauges of the load: metric, field of core_messages.SchedulerLoad, help.
@@ -55,10 +52,6 @@ SERVER_COUNTERS = (
     ("claimed", "num_claimed", "Requests that another router has asked for to go on with."),
     ("evicted_ends", "num_evicted_ends", "Ended requests that were given up early, because too many were kept."),
 )
-# Paths that answer with a state.
-LIVE_PATH, READY_PATH = "/livez", "/readyz"
-
-StartResponse = Callable[[str, list[tuple[str, str]]], Any]
 
 
 class EngineCollector(Collector):
@@ -100,51 +93,3 @@ class EngineCollector(Collector):
 def reason_label(reason: int) -> str:
     """The wire's finish reason as a label: ``stop``, ``length``, ``handed_off``."""
     return sampling_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()  # type: ignore[arg-type]
-
-
-class QuietHandler(WSGIRequestHandler):
-    """Logs no line per probe."""
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the standard library's name
-        """Drops the line."""
-
-
-def make_app(registry: CollectorRegistry, is_ready: Callable[[], bool]) -> Callable[..., Iterable[bytes]]:
-    """Makes the WSGI application.
-
-    Args:
-        registry: What /metrics shows.
-        is_ready: Whether /readyz answers 200.
-    """
-    metrics = make_wsgi_app(registry)
-
-    def app(environment: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
-        path = environment.get("PATH_INFO", "")
-        if path == "/metrics":
-            answer: Iterable[bytes] = metrics(environment, start_response)
-            return answer
-        status, text = {
-            LIVE_PATH: ("200 OK", b"ok\n"),
-            READY_PATH: ("200 OK", b"ready\n") if is_ready() else ("503 Service Unavailable", b"not ready\n"),
-        }.get(path, ("404 Not Found", b"/metrics, /livez and /readyz are here\n"))
-        start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))])
-        return [text]
-
-    return app
-
-
-def start_http(host: str, port: int, server: EngineServer, is_ready: Callable[[], bool]) -> ThreadingWSGIServer:
-    """Serves metrics and probes from a daemon thread.
-
-    Args:
-        host: Address to listen on.
-        port: Its port.
-        server: What is measured.
-        is_ready: Whether /readyz answers 200.
-    """
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(server))
-    http = make_server(host, port, make_app(registry, is_ready), ThreadingWSGIServer, handler_class=QuietHandler)
-    http.daemon_threads = True
-    threading.Thread(target=http.serve_forever, name="metrics", daemon=True).start()
-    return http
