@@ -1,18 +1,22 @@
-"""KV handles: where the blocks of a handed-off request lie, checked before vLLM sees them.
+"""KV handles: where the blocks of a handed-off request lie; written here, and checked before vLLM sees them.
 
-A handle comes from a router. A malformed one would make NIXL's worker raise, which ends the engine with all its
+A handle comes back from a router. A malformed one would make NIXL's worker raise, which ends the engine with all its
 requests, or read shifted blocks without an error.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from sluice_core.kv import blocks_for_tokens
 from sluice_engine.core_messages import FIRST_TOKEN_KEY, NUM_TOKENS_KEY
+
+if TYPE_CHECKING:
+    from sluice.v1 import engine_pb2 as wire
 
 _BlockId = Annotated[int, Meta(ge=1)]  # block 0 is vLLM's null block
 _Positive = Annotated[int, Meta(ge=1)]
@@ -34,6 +38,26 @@ class _Handle(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: _Positive
     dcp_size: _Positive = 1
     pp_size: _Positive = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class KvSource:
+    """Where the KV of this engine's requests lies; goes into every KV handle.
+
+    Args:
+        engine_id: This engine.
+        epoch: Its epoch.
+        fingerprint: Its fingerprint.
+    """
+
+    engine_id: str
+    epoch: int
+    fingerprint: str
+
+    def fill(self, handle: wire.KvHandle, num_tokens: int, transfer_params: str) -> None:
+        """Fills in a handle of KV that lies here."""
+        handle.engine_id, handle.epoch, handle.fingerprint = self.engine_id, self.epoch, self.fingerprint
+        handle.num_tokens, handle.transfer_params_json = num_tokens, transfer_params
 
 
 def read_handle(text: str, *, num_tokens: int, block_size: int, engine_id: str, tp_size: int) -> dict[str, Any]:

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from sluice.v1 import engine_pb2 as wire
 from sluice_engine import core_messages
-from sluice_engine.server.core_commands import CoreCommands
+from sluice_engine.kv_transfer.kv_handles import KvSource
 from sluice_engine.server.core_outputs import find_report, take_report, take_tokens
 from sluice_engine.server.counters import ServerCounters
 from sluice_engine.server.load_reporter import LoadReporter
 from sluice_engine.server.plan_relay import PlanRelay
-from sluice_engine.server.router_session import KvSource
+from sluice_engine.server.router_commands import CoreCommands, SubmitHandler
 from sluice_engine.server.session_table import SessionTable
-from sluice_engine.server.submits import SubmitHandler
 from sluice_engine.server.usage_relay import UsageRelay
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from sluice_engine import core_messages
+    from sluice_engine.kv_transfer.kv_handles import KvSource
     from sluice_engine.server.attach_stream import AttachStream
 
 
@@ -63,26 +64,6 @@ class RouterRequest:
     def num_output_tokens(self) -> int:
         """Output tokens so far, over all engines."""
         return self.first_index + len(self.token_ids)
-
-
-@dataclass(slots=True, kw_only=True)
-class KvSource:
-    """Where the KV of this engine's requests lies; goes into every KV handle.
-
-    Args:
-        engine_id: This engine.
-        epoch: Its epoch.
-        fingerprint: Its fingerprint.
-    """
-
-    engine_id: str
-    epoch: int
-    fingerprint: str
-
-    def fill(self, handle: wire.KvHandle, num_tokens: int, transfer_params: str) -> None:
-        """Fills in a handle of KV that lies here."""
-        handle.engine_id, handle.epoch, handle.fingerprint = self.engine_id, self.epoch, self.fingerprint
-        handle.num_tokens, handle.transfer_params_json = num_tokens, transfer_params
 
 
 class RouterSession:

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from sluice.v1 import engine_pb2 as wire
     from sluice.v1 import sampling_pb2
     from sluice_engine import core_messages
+    from sluice_engine.kv_transfer.kv_handles import KvSource
     from sluice_engine.server.counters import ServerCounters
-    from sluice_engine.server.router_session import KvSource, RouterRequest
+    from sluice_engine.server.router_session import RouterRequest
 
 
 class SessionTable:
