@@ -17,7 +17,7 @@ import uvloop
 from sluice.certificate_rotation import keep_fresh
 from sluice_engine import vllm_check
 from sluice_engine.kv_transfer import transport_in_use
-from sluice_engine.server.engine_server import EngineServer, ServerIntervals
+from sluice_engine.server.engine_server import EngineServer
 from sluice_engine.server.grpc_server import read_certificates, start_grpc
 from sluice_engine.server.probes import start_http
 from sluice_engine.server.request_builder import VllmRequestBuilder
@@ -71,7 +71,8 @@ def run(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
         client,
         builder,
         clock=time.monotonic,
-        intervals=ServerIntervals(lease_s=settings.lease_s, resume_timeout_s=settings.resume_timeout_s),
+        lease_s=settings.lease_s,
+        resume_timeout_s=settings.resume_timeout_s,
         transport=in_use,
     )
     # What exists now lives as long as the process: later collections need not visit it.

@@ -1,8 +1,6 @@
 """The engine stream: routers on one side, the EngineCore on the other, one message per iteration and router between.
 
 State changes in functions without ``await``; the coroutines only wait for streams, for outputs and for the clock.
-A message without tokens is a load report: at once after a submit (to every router), at most every 50 ms otherwise, and
-every 500 ms from an idle engine, so that a silent engine is a lost one.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sluice.v1 import engine_pb2 as wire
@@ -18,7 +15,7 @@ from sluice_engine import core_messages
 from sluice_engine.kv_transfer.kv_handles import KvSource
 from sluice_engine.server.core_outputs import find_report, take_report, take_tokens
 from sluice_engine.server.counters import ServerCounters
-from sluice_engine.server.load_reporter import LoadReporter
+from sluice_engine.server.load_reporter import IDLE_REPORT_S, LoadReporter
 from sluice_engine.server.plan_relay import PlanRelay
 from sluice_engine.server.router_commands import CoreCommands, SubmitHandler
 from sluice_engine.server.session_table import SessionTable
@@ -34,23 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerIntervals:
-    """When what is sent.
-
-    Args:
-        idle_report_s: Longest silence of a stream.
-        load_report_s: Shortest time between two load reports that follow no submit.
-        lease_s: Time for which the requests of a lost stream go on.
-        resume_timeout_s: The same for requests that any router can resume, and the time for which their ends are kept.
-        tick_s: Resolution of the first and the last.
-    """
-
-    idle_report_s: float = 0.5
-    load_report_s: float = 0.05
-    lease_s: float = 10.0
-    resume_timeout_s: float = 30.0
-    tick_s: float = 0.1
+# Resolution of what happens by the clock, in seconds.
+TICK_S = 0.1
 
 
 class EngineServer:
@@ -61,7 +43,8 @@ class EngineServer:
         client: The EngineCore.
         builder: Makes its requests.
         clock: Monotonic seconds.
-        intervals: When what is sent.
+        lease_s: Time for which the requests of a lost stream go on.
+        resume_timeout_s: The same for requests that any router can resume, and the time for which their ends are kept.
         transport: KV transport in use.
     """
 
@@ -72,13 +55,15 @@ class EngineServer:
         builder: RequestBuilder,
         *,
         clock: Callable[[], float],
-        intervals: ServerIntervals | None = None,
+        lease_s: float = 10.0,
+        resume_timeout_s: float = 30.0,
         transport: str = "",
     ) -> None:
         self._hello = hello
         self._client = client
         self._clock = clock
-        self._intervals = intervals or ServerIntervals()
+        self._lease_s = lease_s
+        self._resume_timeout_s = resume_timeout_s
         self.counters = ServerCounters()
         kv_source = KvSource(engine_id=hello.engine_id, epoch=hello.epoch, fingerprint=hello.fingerprint)
         self._sessions = SessionTable(kv_source, self.counters)
@@ -146,7 +131,7 @@ class EngineServer:
         hello = wire.EngineHello()
         hello.CopyFrom(self._hello)
         hello.held.extend(held)
-        hello.resume_timeout_s = self._intervals.resume_timeout_s
+        hello.resume_timeout_s = self._resume_timeout_s
         load = self._reports.build(session, now_s)
         usage = self._usage.list_others(router_id, now_s)
         stream.send(wire.AttachResponse(hello=hello, load=load, configured=self._plan.in_force, usage=usage))
@@ -227,7 +212,7 @@ class EngineServer:
             iteration = report.iteration
             self._take_report(report, now_s)
         has_submits = report is not None and bool(report.last_submit_numbers)
-        self._reports.flush_due(now_s, iteration, has_submits=has_submits, interval_s=self._intervals.load_report_s)
+        self._reports.flush_due(now_s, iteration, has_submits=has_submits)
 
     def _take_report(self, report: core_messages.SchedulerReport, now_s: float) -> None:
         self._reports.load, self._reports.taken_s = report.load, now_s
@@ -241,22 +226,20 @@ class EngineServer:
     async def keep_time(self) -> None:
         """Sends idle reports and ends leases, for ever."""
         while True:
-            await asyncio.sleep(self._intervals.tick_s)
+            await asyncio.sleep(TICK_S)
             expired = self.tick(self._clock())
             if expired:
                 await self._client.abort_requests_async(expired)
 
     def tick(self, now_s: float) -> list[str]:
         """Does what is due; returns the core ids of requests whose lease is over."""
-        silence_s = self._intervals.idle_report_s - self._intervals.tick_s / 2
+        silence_s = IDLE_REPORT_S - TICK_S / 2
         if min(now_s - self._reports.taken_s, now_s - self._last_poll_s) >= silence_s and not self._is_polling:
             self._last_poll_s, self._is_polling = now_s, True
             self._start(self._poll())
-        for session in self._sessions.connected():
-            if now_s - session.last_sent_s >= silence_s:
-                self._reports.flush(session, now_s)
+        self._reports.flush_silent(now_s, silence_s)
         self._usage.sweep(now_s)
-        return self._sessions.end_leases(now_s - self._intervals.lease_s, now_s - self._intervals.resume_timeout_s)
+        return self._sessions.end_leases(now_s - self._lease_s, now_s - self._resume_timeout_s)
 
     async def _poll(self) -> None:
         """Reads the load of an engine that computes nothing: blocks come back and grants lapse without iterations."""

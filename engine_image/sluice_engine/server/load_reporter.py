@@ -1,5 +1,8 @@
 """Load reports to routers, each with the message under way.
 
+A message without tokens is a load report: at once after a submit (to every router), otherwise now and then. An idle
+engine sends them too, so that a silent engine is a lost one.
+
 A submit shows at once in the load that the other routers are sent, and not only after the iteration under way, which a
 long prefill makes hundreds of milliseconds late. The router that sent it counts it itself until a report includes it.
 """
@@ -18,6 +21,11 @@ if TYPE_CHECKING:
     from sluice_engine.server.counters import ServerCounters
     from sluice_engine.server.router_session import RouterSession
     from sluice_engine.server.session_table import SessionTable
+
+# Longest silence of a stream, in seconds.
+IDLE_REPORT_S = 0.5
+# Shortest time between two load reports that follow no submit, in seconds.
+LOAD_REPORT_S = 0.05
 
 
 class LoadReporter:
@@ -95,7 +103,6 @@ class LoadReporter:
         iteration: core_messages.IterationReport | None,
         *,
         has_submits: bool,
-        interval_s: float,
     ) -> None:
         """Sends an iteration to the routers that it has something for.
 
@@ -103,9 +110,14 @@ class LoadReporter:
             now_s: Time of its receipt.
             iteration: What it computed, if anything.
             has_submits: The load includes submits that no load before it did.
-            interval_s: Shortest time between two load reports without news.
         """
         for session in self._sessions.connected():
-            is_due = has_submits or now_s - session.last_sent_s >= interval_s
+            is_due = has_submits or now_s - session.last_sent_s >= LOAD_REPORT_S
             if is_due or session.has_news():
                 self.flush(session, now_s, iteration)
+
+    def flush_silent(self, now_s: float, silence_s: float) -> None:
+        """Sends the load to the routers that have heard nothing for so long."""
+        for session in self._sessions.connected():
+            if now_s - session.last_sent_s >= silence_s:
+                self.flush(session, now_s)
