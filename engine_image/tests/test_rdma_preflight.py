@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sluice_engine.__main__ import write_termination_log
 from sluice_engine.errors import RdmaError
 from sluice_engine.kv_transfer.rdma_preflight import (
     DEVICES,
@@ -19,6 +18,7 @@ from sluice_engine.kv_transfer.rdma_preflight import (
     main,
 )
 from sluice_engine.settings import EngineSettings
+from sluice_engine.termination_log import write_termination_log
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice_engine.errors import RdmaError
+from sluice_engine.termination_log import TERMINATION_LOG, write_termination_log
 
 if TYPE_CHECKING:
     from sluice_engine.settings import EngineSettings
@@ -23,7 +24,6 @@ DEVICES = Path("/sys/class/infiniband")
 # Where it has their files for programs.
 VERBS_DEVICES = Path("/dev/infiniband")
 EFA_DRIVER = "efa"
-TERMINATION_LOG = Path("/dev/termination-log")
 LIBFABRIC = "libfabric.so.1"
 # UCX registers tens of megabytes before it moves anything; containerd's default is 8 MiB.
 LEAST_MEMLOCK_BYTES = 1 << 30
@@ -101,8 +101,7 @@ def main(arguments: list[str] | None = None, *, devices: Path = VERBS_DEVICES, l
         return 0
     message = f"RDMA over {options.fabric} cannot work: {'; '.join(problems)}"
     print(message, file=sys.stderr)
-    if log.exists():
-        log.write_text(message)
+    write_termination_log(message, log)
     return 1 if options.require else 0
 
 
