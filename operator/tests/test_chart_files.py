@@ -27,7 +27,7 @@ from sluice_operator.metrics import CONDITION_LABELS, OperatorMetrics
 from sluice_operator.settings import OperatorSettings
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.scheduling.state import RouterState
-from sluice_router.scheduling.status import RouterCollector
+from sluice_router.scheduling.status.gauges import RouterCollector
 from sluice_router.settings import SchedulingLimits
 
 if TYPE_CHECKING:

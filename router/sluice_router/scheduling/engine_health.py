@@ -1,14 +1,16 @@
-"""When an engine counts as silent or hung."""
+"""When an engine counts as silent or hung, and when as drained."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sluice.v1 import control_pb2
 from sluice_core.records import IterationShape
 
 if TYPE_CHECKING:
     from sluice_core.scheduling.engine_table import EngineTable
     from sluice_router.scheduling.entities import ConnectedEngine
+    from sluice_router.scheduling.state import RouterStatus
     from sluice_router.settings import SchedulingLimits
 
 
@@ -57,3 +59,18 @@ def _age_limit_s(limits: SchedulingLimits, table: EngineTable, engine: Connected
     )
     longest_s = table[engine.engine_id].latency.estimate_shape_s(shape)
     return max(limits.iteration_age_floor_s, limits.iteration_age_factor * longest_s)
+
+
+def note_drained(router_status: RouterStatus, engine: ConnectedEngine) -> None:
+    """Notes whether an engine serves, drains, or is drained: nothing runs there, and nobody reads KV from it."""
+    load = engine.load
+    is_busy = bool(load.queued_requests or load.running_decodes or load.pulling_requests or load.kv_blocks_pinned)
+    if not engine.is_draining:
+        status = control_pb2.ENGINE_STATE_READY
+    elif is_busy or engine.num_taken_slots:
+        status = control_pb2.ENGINE_STATE_DRAINING
+    else:
+        status = control_pb2.ENGINE_STATE_DRAINED
+    if engine.status not in {status, control_pb2.ENGINE_STATE_REFUSED, control_pb2.ENGINE_STATE_LOST}:
+        engine.status = status
+        router_status.mark_changed()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sluice.v1 import control_pb2
 from sluice_core.records import EngineId
-from sluice_router.scheduling import failover, plan, wire_conversion
+from sluice_router.scheduling import failover, model_match, plan, wire_conversion
 from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint
 
 if TYPE_CHECKING:
@@ -92,7 +93,19 @@ def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now:
     endpoint = find_endpoint(state.engines, address)
     endpoint.engine, endpoint.last_fault = engine, ""
     failover.resume_kept_requests(state, engine, hello.held, now)
-    plan.check_model(state, engine)
+    model_match.check_model(state, engine)
     plan.configure(state, engine)
     state.status.mark_changed()
     return engine
+
+
+def recheck_refused(state: RouterState) -> None:
+    """Accepts engines of another model once nobody counts on the old one any more."""
+    refused = [item for item in state.engines.connected.values() if item.status == control_pb2.ENGINE_STATE_REFUSED]
+    if len(refused) < len(state.engines.connected):
+        return
+    for engine in refused:
+        model_match.check_model(state, engine)
+        if engine.status != control_pb2.ENGINE_STATE_REFUSED:
+            plan.configure(state, engine)
+            state.status.mark_changed()

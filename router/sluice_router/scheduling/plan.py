@@ -13,7 +13,7 @@ from sluice.v1 import control_pb2, plan_pb2
 from sluice_core.records import EnginePlan, Plan, Role
 from sluice_core.strategies import get_strategy
 from sluice_router.errors import PlanRefusedError
-from sluice_router.scheduling import wire_conversion
+from sluice_router.scheduling import model_match, wire_conversion
 
 if TYPE_CHECKING:
     import random
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
     from sluice_core.scheduling.engine_table import EngineTable
     from sluice_router.scheduling.entities import ConnectedEngine
-    from sluice_router.scheduling.state import ActivePlan, EnginePool, RouterState
+    from sluice_router.scheduling.state import ActivePlan, RouterState
 
 _UNLIMITED = 2**31 - 1
 
@@ -52,7 +52,7 @@ def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
     state.active.plan = plan
     state.limiter.set_limits(plan.owner_limits, plan.num_routers)
     for engine in state.engines.connected.values():
-        check_model(state, engine)
+        model_match.check_model(state, engine)
         configure(state, engine)
     state.status.mark_changed()
 
@@ -125,64 +125,6 @@ def _add_to_table(table: EngineTable, engine: ConnectedEngine, role: Role) -> No
     table.add(engine.engine_id, engine.spec, role=role, chunk_size_tokens=engine.chunk_size_tokens)
     if engine.load.kv_blocks_total:
         table.report(engine.engine_id, wire_conversion.load_from(engine.load, 0.0), engine.last_heard_s)
-
-
-def check_model(state: RouterState, engine: ConnectedEngine) -> None:
-    """Accepts an engine, or refuses it because its model is not the cluster's.
-
-    If the plan names no model, the first engine's counts, while another engine or a request under way relies on it.
-    Fingerprints of one model may differ (dtype, block size, vLLM's version): in a roll both serve and exchange no KV.
-    """
-    if engine.serves_other_model(state.model_id):
-        # Requests were read by this router's tokenizer, for this router's model. Routers of the other model use it.
-        engine.last_fault, engine.status = "it serves another model", control_pb2.ENGINE_STATE_REFUSED
-        state.engines.table.remove(engine.engine_id)
-        return
-    plan = state.active.plan
-    if plan is not None and plan.model_fingerprint:
-        state.active.model = plan.model_fingerprint
-    elif not state.active.model or not _is_model_needed(state, engine):
-        state.active.model = engine.model
-    is_refused = engine.status == control_pb2.ENGINE_STATE_REFUSED
-    if state.active.model not in {engine.model, engine.fingerprint}:
-        engine.last_fault = f"model {engine.model!r} ({engine.fingerprint}) is not the cluster's {state.active.model!r}"
-        engine.status = control_pb2.ENGINE_STATE_REFUSED
-        state.engines.table.remove(engine.engine_id)
-    elif is_refused:
-        engine.status = control_pb2.ENGINE_STATE_READY
-        engine.last_fault = ""
-    _note_model_length(state.active, state.engines)
-
-
-def recheck_refused(state: RouterState) -> None:
-    """Accepts engines of another model once nobody counts on the old one any more."""
-    refused = [item for item in state.engines.connected.values() if item.status == control_pb2.ENGINE_STATE_REFUSED]
-    if len(refused) < len(state.engines.connected):
-        return
-    for engine in refused:
-        check_model(state, engine)
-        if engine.status != control_pb2.ENGINE_STATE_REFUSED:
-            configure(state, engine)
-            state.status.mark_changed()
-
-
-def _is_model_needed(state: RouterState, engine: ConnectedEngine) -> bool:
-    """Whether another engine serves, or a stream has begun, with the cluster's model."""
-    others = any(
-        other is not engine and other.status != control_pb2.ENGINE_STATE_REFUSED
-        for other in state.engines.connected.values()
-    )
-    return others or any(request.first_token_s is not None for request in state.requests.live.values())
-
-
-def _note_model_length(active: ActivePlan, engines: EnginePool) -> None:
-    lengths = [
-        engine.max_model_len_tokens
-        for engine in engines.connected.values()
-        if engine.status != control_pb2.ENGINE_STATE_REFUSED
-    ]
-    if lengths:
-        active.max_model_len_tokens = min(lengths)
 
 
 def _set_policy(active: ActivePlan, plan: Plan, rng: random.Random) -> None:

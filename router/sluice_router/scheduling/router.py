@@ -14,16 +14,16 @@ from sluice_router.scheduling import (
     admission,
     completion,
     engine_health,
+    engine_messages,
     engine_registry,
     failover,
     kept_prefills,
     plan,
-    status,
-    token_delivery,
 )
 from sluice_router.scheduling.moves import migration
 from sluice_router.scheduling.requests import ServedModel
 from sluice_router.scheduling.resumption import adoption, claims, detachment
+from sluice_router.scheduling.status import control_status, gauges, readiness
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,7 @@ class Router:
         self.state = state
         self.now = clock
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(status.RouterCollector(state, clock))
+        self.registry.register(gauges.RouterCollector(state, clock))
         self._engine_writer: EngineWriter | None = None
         self._rotation = 0
         self._is_busy = False
@@ -157,7 +157,7 @@ class Router:
     @property
     def is_ready(self) -> bool:
         """See ``DataPlane.is_ready``."""
-        return not status.why_not_ready(self.state)
+        return not readiness.why_not_ready(self.state)
 
     @property
     def is_holding(self) -> bool:
@@ -167,7 +167,7 @@ class Router:
     @property
     def not_ready_reason(self) -> str:
         """See ``DataPlane.not_ready_reason``."""
-        return status.why_not_ready(self.state)
+        return readiness.why_not_ready(self.state)
 
     def format_metrics(self) -> bytes:
         """See ``DataPlane.format_metrics``."""
@@ -244,7 +244,7 @@ class Router:
         now, state = self.now(), self.state
         self._is_busy = True
         try:
-            token_delivery.handle_message(state, engine, message, now)
+            engine_messages.handle_message(state, engine, message, now)
         except EngineProtocolError as error:
             logger.warning("engine %s: stream given up: %s", engine.engine_id, error)
             failover.lose_engine(state, engine, "protocol", now, fault=str(error))
@@ -283,12 +283,12 @@ class Router:
         detachment.expire(state, now)
         kept_prefills.expire(state, now)
         kept_prefills.place(state, now)
-        plan.recheck_refused(state)
+        engine_registry.recheck_refused(state)
         admission.end_replaced(state, now)
         admission.expire(state, now)
         self._report_usage(now)
         admission.assign_if_due(state, now)
-        status.note_progress(state.status, state.statistics, now)
+        control_status.note_progress(state.status, state.statistics, now)
         self._act()
 
     # --- control plane -------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class Router:
 
     def describe(self) -> control_pb2.GetStatusResponse:
         """The state for the control plane."""
-        return status.describe(self.state, self.now())
+        return control_status.describe(self.state, self.now())
 
     def stop_accepting(self) -> None:
         """Not ready, and no new requests, from here on."""

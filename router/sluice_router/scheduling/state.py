@@ -308,7 +308,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "connected": ("engine_registry failover", "a stream begins in the registry and is lost in failover"),
     "endpoints": ("engine_registry", ""),
     "table": (
-        "admission completion failover moves/migration plan token_delivery",
+        "admission completion engine_messages failover model_match moves/migration plan token_delivery",
         "the view of the policies: whoever submits, cancels, grants or hears a report says so there",
     ),
     "prefixes": ("prefixes", ""),
@@ -317,14 +317,14 @@ OWNERS: dict[str, tuple[str, str]] = {
     # ActivePlan, and fields of the same name that hellos fix
     "plan": ("plan", ""),
     "policy": ("plan", ""),
-    "model": ("plan", ""),
-    "max_model_len_tokens": ("plan", ""),
+    "model": ("model_match", ""),
+    "max_model_len_tokens": ("model_match", ""),
     # RouterStatus
     "is_accepting": ("router", ""),
     "edge_fault": ("router", ""),
     "version": ("state", ""),
-    "num_reported": ("status", ""),
-    "reported_s": ("status", ""),
+    "num_reported": ("status/control_status", ""),
+    "reported_s": ("status/control_status", ""),
     # RequestStatistics
     "samples": ("completion", ""),
     "attainment": ("completion", ""),
@@ -397,19 +397,19 @@ OWNERS: dict[str, tuple[str, str]] = {
     "num_copied_tokens": ("moves/migration", ""),
     "target": ("moves/migration", ""),
     # ConnectedEngine: what it says
-    "last_heard_s": ("router token_delivery", "each message; the router adds its own pauses"),
-    "progress_s": ("engine_health router token_delivery", "each report; an idle engine makes progress by being idle"),
-    "load": ("token_delivery", ""),
-    "num_iterations": ("token_delivery", ""),
+    "last_heard_s": ("engine_messages router", "each message; the router adds its own pauses"),
+    "progress_s": ("engine_health engine_messages router", "each report; an idle engine makes progress by being idle"),
+    "load": ("engine_messages", ""),
+    "num_iterations": ("engine_messages", ""),
     "prefix_sequence": ("prefixes", ""),
     "last_fault": (
-        "engine_registry failover plan token_delivery",
+        "engine_messages engine_registry failover model_match plan",
         "for people: whoever finds a fault of an engine or its address says so",
     ),
     # ConnectedEngine: what it shall do
     "status": (
-        "failover plan token_delivery",
-        "lost in failover, refused in plan, draining and drained by its reports",
+        "engine_health failover model_match",
+        "lost in failover, refused with its model, draining and drained by its reports",
     ),
     "role": ("plan", ""),
     "chunk_size_tokens": ("plan", ""),

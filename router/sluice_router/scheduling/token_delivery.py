@@ -1,6 +1,6 @@
-"""What one message of an engine brings: tokens to their response streams, ends, answers about migrations, load.
+"""Tokens of engines to their response streams, and what follows the end of a submission.
 
-``handle_message`` is the hot path: no await, no queue, and one flush per response stream that got tokens.
+``handle_tokens`` is the hot path: no await, no queue, and one flush per response stream that got tokens.
 """
 
 from __future__ import annotations
@@ -8,94 +8,29 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from sluice.v1 import control_pb2, sampling_pb2
-from sluice_core.records import EngineId
+from sluice.v1 import sampling_pb2
 from sluice_router.errors import EngineFaultError, EngineProtocolError, InvalidRequestError, TakenOverError
-from sluice_router.scheduling import completion, dispatch, failover, plan, prefixes, wire_conversion
+from sluice_router.scheduling import completion, dispatch, failover
 from sluice_router.scheduling.entities import MigrationPhase
 from sluice_router.scheduling.moves import migration
-from sluice_router.scheduling.resumption import adoption, claims
+from sluice_router.scheduling.resumption import adoption
 
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
-    from sluice_core.scheduling.engine_table import EngineTable
     from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Submission
-    from sluice_router.scheduling.state import RouterState, RouterStatus
+    from sluice_router.scheduling.state import RouterState
 
 logger = logging.getLogger(__name__)
 
-# Of iterations that only decode, every so many teach the latency model: neighbours say nearly the same.
-LEARN_EVERY = 4
 _ENDS = (sampling_pb2.FINISH_REASON_STOP, sampling_pb2.FINISH_REASON_LENGTH)
 
 
-def handle_message(state: RouterState, engine: ConnectedEngine, message: engine_pb2.AttachResponse, now: float) -> None:
-    """Takes one message of an engine.
-
-    Args:
-        state: The router's state.
-        engine: Whose message it is; a lost one's changes nothing.
-        message: The message; the first one of a stream, with hello, is not for here.
-        now: When it was received, in seconds.
+def handle_tokens(state: RouterState, engine: ConnectedEngine, message: engine_pb2.AttachResponse, now: float) -> None:
+    """Delivers the columns of a message, token by token.
 
     Raises:
-        EngineProtocolError: The engine broke the protocol; the caller gives the stream up.
+        EngineProtocolError: A slot is unknown, or a token is missing.
     """
-    if engine.is_lost:
-        return
-    engine.last_heard_s = now
-    if message.slots:
-        _handle_tokens(state, engine, message, now)
-    for finished in message.finished:
-        _handle_finished(state, engine, finished, now)
-    _handle_answers(state, engine, message, now)
-    if message.HasField("configured"):
-        plan.handle_configured(state, engine, message.configured)
-    if message.HasField("load"):
-        _handle_load(state, engine, message.load, now)
-    for usage in message.usage:
-        state.usage_sharing.take(usage, now, is_history=message.HasField("hello"))
-    if message.HasField("prefixes"):
-        prefixes.take_changes(state.engines, engine, message.prefixes)
-    for proposal in message.proposals:
-        _handle_proposal(state, engine, proposal, now)
-    if message.fault:
-        engine.last_fault = message.fault
-        state.status.mark_changed()
-
-
-def _handle_answers(
-    state: RouterState, engine: ConnectedEngine, message: engine_pb2.AttachResponse, now: float
-) -> None:
-    """Takes what an engine answers to claims, grant requests and hand-offs."""
-    for answer in message.claim_answers:
-        claims.take_answer(state, engine, answer)
-    for grant in message.grants:
-        migration.handle_grant(state, engine, grant, now)
-    for offer in message.kv_offers:
-        migration.handle_offer(state, engine, offer)
-    for part in message.parts_pulled:
-        migration.handle_part_pulled(state, engine, part, now)
-    for refused in message.hand_offs_refused:
-        # The request may have ended by itself before the hand-off reached the engine.
-        submission = _look_up(engine, refused.slot)
-        if submission is not None:
-            migration.handle_hand_off_refused(state, submission, refused.reason, now)
-
-
-def _look_up(engine: ConnectedEngine, slot: int) -> Submission | None:
-    return engine.slots[slot] if slot < len(engine.slots) else None
-
-
-def _find_submission(engine: ConnectedEngine, slot: int) -> Submission:
-    submission = _look_up(engine, slot)
-    if submission is None:
-        raise EngineProtocolError(f"slot {slot} is unknown")
-    return submission
-
-
-def _handle_tokens(state: RouterState, engine: ConnectedEngine, message: engine_pb2.AttachResponse, now: float) -> None:
-    """Delivers the columns of a message, token by token."""
     slots, token_ids, indexes = list(message.slots), list(message.token_ids), list(message.output_indexes)
     if not len(slots) == len(token_ids) == len(indexes):
         raise EngineProtocolError(f"columns of {len(slots)}, {len(token_ids)} and {len(indexes)} values")
@@ -181,8 +116,24 @@ def _note_first_of_submission(state: RouterState, submission: Submission, reques
         migration.propose_first_decode(state, submission, now)
 
 
-def _handle_finished(state: RouterState, engine: ConnectedEngine, finished: engine_pb2.Finished, now: float) -> None:
-    """Ends a submission; what that means for its request depends on the reason."""
+def look_up(engine: ConnectedEngine, slot: int) -> Submission | None:
+    """Finds what a slot of an engine holds; None: nothing, or there is no such slot."""
+    return engine.slots[slot] if slot < len(engine.slots) else None
+
+
+def _find_submission(engine: ConnectedEngine, slot: int) -> Submission:
+    submission = look_up(engine, slot)
+    if submission is None:
+        raise EngineProtocolError(f"slot {slot} is unknown")
+    return submission
+
+
+def handle_finished(state: RouterState, engine: ConnectedEngine, finished: engine_pb2.Finished, now: float) -> None:
+    """Ends a submission; what that means for its request depends on the reason.
+
+    Raises:
+        EngineProtocolError: The slot is unknown, or tokens are missing.
+    """
     submission = _find_submission(engine, finished.slot)
     if submission.request is not None:
         submission.request.cached_tokens = max(submission.request.cached_tokens, finished.num_cached_tokens)
@@ -227,58 +178,3 @@ def _handle_bad_end(
         dispatch.enqueue(state.requests, request, now)
     else:
         failover.requeue(state, request, "aborted", now)
-
-
-def _handle_proposal(state: RouterState, engine: ConnectedEngine, proposal: engine_pb2.Proposal, now: float) -> None:
-    """An engine proposes a move; one about a request that has ended meanwhile changes nothing."""
-    submission = _look_up(engine, proposal.slot)
-    cause = wire_conversion.CAUSES.get(proposal.cause)
-    if submission is not None and submission.request is not None and submission.has_token and cause is not None:
-        migration.propose(state, submission, cause, now)
-
-
-def _handle_load(state: RouterState, engine: ConnectedEngine, load: engine_pb2.LoadReport, now: float) -> None:
-    """Takes a load report, and the iteration that it measured."""
-    engine_id = EngineId(engine.engine_id)
-    if load.transport != engine.load.transport:
-        state.status.mark_changed()
-    engine.load = load
-    # Iterations for other routers count too; they show in the age alone when their message was not for us.
-    engine.progress_s = max(engine.progress_s, now - load.iteration_age_s)
-    known = engine_id in state.engines.table
-    iteration = load.iteration
-    if load.HasField("iteration") and iteration.number > engine.num_iterations:
-        engine.num_iterations = iteration.number
-        if known and (iteration.num_chunks or iteration.number % LEARN_EVERY == 0):
-            state.engines.table.observe_iteration(
-                engine_id, wire_conversion.shape_from(iteration), iteration.duration_s
-            )
-    if load.is_draining and not engine.is_draining:
-        plan.begin_drain(state, engine)
-    if known:
-        state.engines.table.report(
-            engine_id, wire_conversion.load_from(load, _remaining_s(state.engines.table, engine, load)), now
-        )
-    _note_drained(state.status, engine)
-
-
-def _remaining_s(table: EngineTable, engine: ConnectedEngine, load: engine_pb2.LoadReport) -> float:
-    """Expected rest of the iteration under way: as long as the last one, less its age."""
-    if not (load.running_decodes or load.queued_prefill_tokens) or not load.HasField("iteration"):
-        return 0.0
-    estimate_s = table[engine.engine_id].latency.estimate_shape_s(wire_conversion.shape_from(load.iteration))
-    return max(0.0, estimate_s - load.iteration_age_s)
-
-
-def _note_drained(router_status: RouterStatus, engine: ConnectedEngine) -> None:
-    load = engine.load
-    is_busy = bool(load.queued_requests or load.running_decodes or load.pulling_requests or load.kv_blocks_pinned)
-    if not engine.is_draining:
-        status = control_pb2.ENGINE_STATE_READY
-    elif is_busy or engine.num_taken_slots:
-        status = control_pb2.ENGINE_STATE_DRAINING
-    else:
-        status = control_pb2.ENGINE_STATE_DRAINED
-    if engine.status not in {status, control_pb2.ENGINE_STATE_REFUSED, control_pb2.ENGINE_STATE_LOST}:
-        engine.status = status
-        router_status.mark_changed()

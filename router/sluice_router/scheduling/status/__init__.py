@@ -1,0 +1,1 @@
+"""What the router reports about itself: readiness, ``Control.GetStatus``, gauges."""
