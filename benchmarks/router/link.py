@@ -22,7 +22,7 @@ from h2.connection import H2Connection
 
 from sluice.v1 import engine_pb2
 from sluice_router.engines.engine_stream import EngineStream
-from sluice_router.fair_loop import FairQueue
+from sluice_router.event_loop_bursts import BurstQueue
 from sluice_router.observability.metrics import EngineTraffic
 
 STEPS_PER_S = 30
@@ -75,7 +75,7 @@ def play_engines(ends: list[socket.socket], message: bytes, seconds: float) -> N
 
 async def measure(ends: list[socket.socket], seconds: float) -> list[float]:
     """Receives for that time; returns microseconds of CPU per message, one figure per second, ascending."""
-    loop, fair_queue, num_messages = asyncio.get_running_loop(), FairQueue(), 0
+    loop, burst_queue, num_messages = asyncio.get_running_loop(), BurstQueue(), 0
 
     def take(_message: engine_pb2.AttachResponse) -> None:
         nonlocal num_messages
@@ -83,7 +83,7 @@ async def measure(ends: list[socket.socket], seconds: float) -> list[float]:
 
     async def serve(end: socket.socket) -> None:
         _, stream = await loop.create_connection(
-            lambda: EngineStream("engine", EngineTraffic(), fair_queue, loop), sock=end
+            lambda: EngineStream("engine", EngineTraffic(), burst_queue, loop), sock=end
         )
         await stream.serve(take)
 

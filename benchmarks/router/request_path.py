@@ -62,10 +62,10 @@ class EngineSide:
     def attach(self, engine: Any) -> None:
         """Gives an engine a stream whose transport drops what is written."""
         from sluice_router.engines.engine_stream import EngineStream  # noqa: PLC0415 - after the checkout is chosen
-        from sluice_router.fair_loop import FairQueue  # noqa: PLC0415
+        from sluice_router.event_loop_bursts import BurstQueue  # noqa: PLC0415
         from sluice_router.observability.metrics import EngineTraffic  # noqa: PLC0415
 
-        stream = EngineStream("engine", EngineTraffic(), FairQueue(), self._loop)
+        stream = EngineStream("engine", EngineTraffic(), BurstQueue(), self._loop)
         stream.connection_made(_Dropping())
         windows = b"".join(b"\0\0\4\x08\0" + number.to_bytes(4, "big") + b"\x7f\0\0\0" for number in (0, 1))
         stream.data_received(b"\0\0\0\x04\0\0\0\0\0" + windows)

@@ -17,7 +17,7 @@ from h2.events import RequestReceived
 from sluice.v1 import engine_pb2, engine_pb2_grpc
 from sluice_router.engines import engine_stream
 from sluice_router.engines.engine_stream import EngineStream, StreamEndedError, connect
-from sluice_router.fair_loop import FairQueue
+from sluice_router.event_loop_bursts import BurstQueue
 from sluice_router.observability.metrics import EngineTraffic
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ async def serving(serve: Serve) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def calling(
-    address: str, traffic: EngineTraffic | None = None, fair_queue: FairQueue | None = None
+    address: str, traffic: EngineTraffic | None = None, burst_queue: BurstQueue | None = None
 ) -> AsyncIterator[EngineStream]:
-    stream = await connect(address, traffic or EngineTraffic(), fair_queue or FairQueue())
+    stream = await connect(address, traffic or EngineTraffic(), burst_queue or BurstQueue())
     try:
         yield stream
     finally:
@@ -143,12 +143,12 @@ async def test_engines_with_bursts_are_handled_round_robin():
         for index in range(10):
             yield make_message(index)
 
-    fair_queue = FairQueue()
+    burst_queue = BurstQueue()
     async with (
         serving(burst) as first,
         serving(burst) as second,
-        calling(first, fair_queue=fair_queue) as one,
-        calling(second, fair_queue=fair_queue) as other,
+        calling(first, burst_queue=burst_queue) as one,
+        calling(second, burst_queue=burst_queue) as other,
     ):
         await one.read_first()
         await other.read_first()
@@ -268,7 +268,7 @@ async def test_port_that_speaks_something_else_is_a_fault(answer):
 
 async def test_port_that_nobody_listens_on_is_a_fault():
     with pytest.raises(StreamEndedError, match="unavailable"):
-        await connect("127.0.0.1:1", EngineTraffic(), FairQueue())
+        await connect("127.0.0.1:1", EngineTraffic(), BurstQueue())
 
 
 async def test_compressed_message_ends_the_stream():

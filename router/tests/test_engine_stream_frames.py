@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 WINDOW, FRAME = 65_535, 16_384
 
 
-class HandFairQueue:
+class HandBurstQueue:
     """Work waits until the test runs it."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Pair:
     """
 
     def __init__(self, settings: dict[SettingCodes, int] | None = None, *, encrypted: str | None = None) -> None:
-        self.traffic, self.queue, self.transport = EngineTraffic(), HandFairQueue(), HandTransport(encrypted)
+        self.traffic, self.queue, self.transport = EngineTraffic(), HandBurstQueue(), HandTransport(encrypted)
         self.loop = HandLoop(asyncio.get_running_loop())
         self.stream = EngineStream(
             "engine-3:8001", self.traffic, self.queue, self.loop, is_encrypted=encrypted is not None
@@ -188,7 +188,7 @@ async def test_call_begins_with_grpcs_headers_and_our_settings(alpn, scheme):
 
 
 async def test_encrypted_port_that_speaks_no_http2_is_no_engine():
-    transport, loop, queue = HandTransport(""), HandLoop(asyncio.get_running_loop()), HandFairQueue()
+    transport, loop, queue = HandTransport(""), HandLoop(asyncio.get_running_loop()), HandBurstQueue()
     stream = EngineStream("engine-3:8001", EngineTraffic(), queue, loop, is_encrypted=True)
     stream.connection_made(transport)
     assert (transport.written, transport.ends) == (b"", ["aborted"])
@@ -530,7 +530,7 @@ async def test_cancel_resets_the_stream_and_gives_the_last_bytes_a_second():
 
 
 async def test_cancel_before_the_connection_is_made_needs_no_connection():
-    stream = EngineStream("engine-3:8001", EngineTraffic(), HandFairQueue(), HandLoop(asyncio.get_running_loop()))
+    stream = EngineStream("engine-3:8001", EngineTraffic(), HandBurstQueue(), HandLoop(asyncio.get_running_loop()))
     stream.cancel()
     with pytest.raises(StreamEndedError, match=r"^cancelled$"):
         await stream.read_first()

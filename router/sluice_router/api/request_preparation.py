@@ -13,7 +13,7 @@ from sluice.v1 import sampling_pb2
 from sluice_router.api.openai_requests import VLLM_DEFAULTS, FieldError, quote
 from sluice_router.api.structured_output import check_constraint, find_constraint
 from sluice_router.errors import InvalidRequestError, ModelNotFoundError
-from sluice_router.fair_loop import FairQueue
+from sluice_router.event_loop_bursts import BurstQueue
 from sluice_router.scheduling.requests import NewRequest
 from sluice_router.text.chat_template import ChatTemplateError
 from sluice_router.text.output import OutputSettings
@@ -123,7 +123,7 @@ class RequestPreparer:
         self._plane = plane
         self._text = text
         self._metrics = metrics
-        self._fair_queue = FairQueue()
+        self._burst_queue = BurstQueue()
         # What fields of the proto that need no more than a value are without the client: the model's, or vLLM's.
         self._sampling_defaults: dict[str, Any] = {
             field.name: text.defaults.sampling.get(field.name, VLLM_DEFAULTS.get(field.name))
@@ -158,7 +158,7 @@ class RequestPreparer:
         prepared = []
         for field, prompt in body.list_prompts():
             # One per iteration of the loop: tokens of other requests go out between two of a burst.
-            await self._fair_queue.wait()
+            await self._burst_queue.wait()
             if isinstance(prompt, str):
                 ids = await self._encode(field, prompt, add_special_tokens=body.add_special_tokens is not False)
             else:
@@ -170,7 +170,7 @@ class RequestPreparer:
     async def prepare_chat(self, body: ChatBody, caller: Caller) -> list[PreparedRequest]:
         """Prepares a chat; see ``prepare_completion``."""
         self.check_model(body.model)
-        await self._fair_queue.wait()
+        await self._burst_queue.wait()
         # Templates write BOS themselves.
         ids = await self._encode("messages", self._render(body), add_special_tokens=body.add_special_tokens is True)
         prepared = self._finish(body, "messages", ids, caller, await _read_structure(body))

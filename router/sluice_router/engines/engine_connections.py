@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from sluice.v1 import engine_pb2
 from sluice_router.engines.engine_stream import EngineStream, StreamEndedError, connect
-from sluice_router.fair_loop import FairQueue
+from sluice_router.event_loop_bursts import BurstQueue
 
 if TYPE_CHECKING:
     import random
@@ -108,7 +108,7 @@ class EngineConnections(Generic[EngineT]):
         self._tls = tls
         self._hello_timeout_s = hello_timeout_s
         self._rng = rng
-        self._fair_queue = FairQueue()
+        self._burst_queue = BurstQueue()
         self._streams: dict[EngineT, EngineStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._addresses: frozenset[str] = frozenset()
@@ -163,7 +163,7 @@ class EngineConnections(Generic[EngineT]):
         try:
             async with asyncio.timeout(self._hello_timeout_s):
                 tls = self._tls() if self._tls else None
-                stream = await connect(address, self._handler.traffic_of(address), self._fair_queue, tls)
+                stream = await connect(address, self._handler.traffic_of(address), self._burst_queue, tls)
                 stream.send(engine_pb2.AttachRequest(hello=engine_pb2.RouterHello(router_id=self._handler.router_id)))
                 first = await stream.read_first()
             if not first.HasField("hello"):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from h2.events import Event
 
-    from sluice_router.fair_loop import FairQueue
+    from sluice_router.event_loop_bursts import BurstQueue
     from sluice_router.observability.metrics import EngineTraffic
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class EngineStream(asyncio.Protocol):
     Args:
         authority: host:port, for the engine.
         traffic: Where its bytes are counted, HTTP/2's own included.
-        fair_queue: The loop's, for messages of all streams.
+        burst_queue: The loop's, for messages of all streams.
         loop: The event loop.
         is_encrypted: The transport is.
     """
@@ -99,7 +99,7 @@ class EngineStream(asyncio.Protocol):
         self,
         authority: str,
         traffic: EngineTraffic,
-        fair_queue: FairQueue,
+        burst_queue: BurstQueue,
         loop: asyncio.AbstractEventLoop,
         *,
         is_encrypted: bool = False,
@@ -107,7 +107,7 @@ class EngineStream(asyncio.Protocol):
         self._authority = authority
         self._is_encrypted = is_encrypted
         self._traffic = traffic
-        self._fair_queue = fair_queue
+        self._burst_queue = burst_queue
         self._loop = loop
         self._http = H2Connection(_CONFIGURATION)
         self._transport: asyncio.Transport | None = None
@@ -298,7 +298,7 @@ class EngineStream(asyncio.Protocol):
             self._has_first.set_result(None)
         if self._handler is not None and not self._is_queued and (self._messages or self._fault):
             self._is_queued = True
-            self._fair_queue.run(self._handle_next)
+            self._burst_queue.run(self._handle_next)
 
     def _handle_next(self) -> None:
         """Handles one message; the end is reported after the last."""
@@ -368,14 +368,14 @@ def _format_window_update(stream_id: int, num_bytes: int) -> bytes:
 
 
 async def connect(
-    address: str, traffic: EngineTraffic, fair_queue: FairQueue, tls: PeerTls | None = None
+    address: str, traffic: EngineTraffic, burst_queue: BurstQueue, tls: PeerTls | None = None
 ) -> EngineStream:
     """Connects to an engine and begins the call.
 
     Args:
         address: host:port; an IPv6 host stands in brackets.
         traffic: Where its bytes are counted.
-        fair_queue: The loop's, for messages of all streams.
+        burst_queue: The loop's, for messages of all streams.
         tls: How the stream is encrypted; None: it is not.
 
     Raises:
@@ -385,7 +385,7 @@ async def connect(
     host, _, port = address.rpartition(":")
     try:
         _, stream = await loop.create_connection(
-            lambda: EngineStream(address, traffic, fair_queue, loop, is_encrypted=tls is not None),
+            lambda: EngineStream(address, traffic, burst_queue, loop, is_encrypted=tls is not None),
             host.removeprefix("[").removesuffix("]"),
             int(port),
             ssl=tls.context if tls else None,

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 from sluice.wire_fields import optional_numbers
 from sluice_router.text.chat_template import ChatTemplate
 from sluice_router.text.detokenizer import Detokenizer, DetokenizerFactory
-from sluice_router.text.known_words import KnownWords, can_cut
+from sluice_router.text.tokenizer_cache import KnownWords, can_cut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

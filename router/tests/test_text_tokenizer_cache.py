@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from sluice_router.text import known_words as module
+from sluice_router.text import tokenizer_cache as module
 from sluice_router.text.detokenizer import SAMPLE_TEXTS
-from sluice_router.text.known_words import MAX_CHARACTERS, MAX_NEW_WORDS, MAX_WORD_CHARACTERS, KnownWords, can_cut
+from sluice_router.text.tokenizer_cache import MAX_CHARACTERS, MAX_NEW_WORDS, MAX_WORD_CHARACTERS, KnownWords, can_cut
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LOWER, UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class FairQueue:
+class BurstQueue:
     """One kind of work, of which an iteration of the event loop does one piece; first come, first served.
 
     Tokens of dozens of engines and dozens of new requests may be readable at once, and each costs about a millisecond.

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
-from sluice_router.fair_loop import FairQueue
+from sluice_router.event_loop_bursts import BurstQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,36 +27,36 @@ def count_iterations(stop: asyncio.Event) -> Iterator[int]:
     return iter(lambda: present[0], None)
 
 
-async def until_idle(fair_queue: FairQueue) -> None:
+async def until_idle(burst_queue: BurstQueue) -> None:
     """Waits for a turn behind all others."""
     async with asyncio.timeout(5):
-        await fair_queue.wait()
+        await burst_queue.wait()
 
 
 async def test_work_that_comes_alone_is_done_at_once():
-    fair_queue, done = FairQueue(), []
-    fair_queue.run(lambda: done.append(1))
+    burst_queue, done = BurstQueue(), []
+    burst_queue.run(lambda: done.append(1))
     assert done == [1]
     await asyncio.sleep(0)
-    fair_queue.run(lambda: done.append(2))
+    burst_queue.run(lambda: done.append(2))
     assert done == [1, 2]
 
 
 async def test_burst_runs_in_order_and_one_piece_per_loop_iteration():
-    fair_queue, stop = FairQueue(), asyncio.Event()
+    burst_queue, stop = BurstQueue(), asyncio.Event()
     clock = count_iterations(stop)
     done: list[tuple[int, int]] = []
     for number in range(5):
-        fair_queue.run(lambda number=number: done.append((number, next(clock))))
-    await until_idle(fair_queue)
+        burst_queue.run(lambda number=number: done.append((number, next(clock))))
+    await until_idle(burst_queue)
     stop.set()
     assert [number for number, _ in done] == [0, 1, 2, 3, 4]
     assert all(later > earlier for (_, earlier), (_, later) in itertools.pairwise(done))
 
 
 async def test_who_waits_alone_does_not_give_up_control():
-    fair_queue = FairQueue()
-    waiting = fair_queue.wait()
+    burst_queue = BurstQueue()
+    waiting = burst_queue.wait()
     try:
         waiting.send(None)
     except StopIteration:
@@ -65,11 +65,11 @@ async def test_who_waits_alone_does_not_give_up_control():
 
 
 async def test_tasks_that_come_at_once_get_one_loop_iteration_each():
-    fair_queue, stop = FairQueue(), asyncio.Event()
+    burst_queue, stop = BurstQueue(), asyncio.Event()
     clock = count_iterations(stop)
 
     async def work() -> int:
-        await fair_queue.wait()
+        await burst_queue.wait()
         return next(clock)
 
     seen = await asyncio.gather(*(work() for _ in range(5)))
@@ -78,8 +78,8 @@ async def test_tasks_that_come_at_once_get_one_loop_iteration_each():
 
 
 async def test_cancelled_waiter_delays_nobody():
-    fair_queue = FairQueue()
-    first, second, third = (asyncio.create_task(fair_queue.wait()) for _ in range(3))
+    burst_queue = BurstQueue()
+    first, second, third = (asyncio.create_task(burst_queue.wait()) for _ in range(3))
     await first
     second.cancel()
     async with asyncio.timeout(5):
@@ -88,16 +88,16 @@ async def test_cancelled_waiter_delays_nobody():
 
 
 async def test_work_that_fails_does_not_stop_the_queue():
-    fair_queue, done = FairQueue(), []
-    fair_queue.run(lambda: None)
+    burst_queue, done = BurstQueue(), []
+    burst_queue.run(lambda: None)
 
     def fail() -> None:
         raise ZeroDivisionError
 
     faults: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: faults.append(context))
-    fair_queue.run(fail)
-    fair_queue.run(lambda: done.append(1))
-    await until_idle(fair_queue)
+    burst_queue.run(fail)
+    burst_queue.run(lambda: done.append(1))
+    await until_idle(burst_queue)
     assert done == [1]
     assert [type(fault["exception"]) for fault in faults] == [ZeroDivisionError]
