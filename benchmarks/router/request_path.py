@@ -149,7 +149,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """
     from data_plane_harness import Harness  # noqa: PLC0415 - after the checkout is chosen
 
-    from sluice_router.api.http_api import HttpApi  # noqa: PLC0415
+    from sluice_router.api.http.http_api import HttpApi  # noqa: PLC0415
     from sluice_router.text.tokenizer import ModelText  # noqa: PLC0415
 
     loop = asyncio.get_running_loop()

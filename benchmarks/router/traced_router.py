@@ -26,22 +26,22 @@ API = "sluice_router.api"
 # Stage: its functions, as MODULE:CLASS.METHOD. A function is replaced in the module that calls it.
 STAGES: dict[str, tuple[str, ...]] = {
     "HTTP framework": (
-        f"{API}.http_connection:EdgeConnection.data_received",
+        f"{API}.http.http_connection:EdgeConnection.data_received",
         "aiohttp.web_protocol:RequestHandler.start",
         "aiohttp.web_protocol:RequestHandler.finish_response",
     ),
-    "request": (f"{API}.http_api:HttpApi._handle",),
-    "body validation": (f"{API}.http_api:parse_completion", f"{API}.http_api:parse_chat"),
+    "request": (f"{API}.http.http_api:HttpApi._handle",),
+    "body validation": (f"{API}.http.http_api:parse_completion", f"{API}.http.http_api:parse_chat"),
     "preparation": (
         f"{API}.request_preparation:RequestPreparer.prepare_completion",
         f"{API}.request_preparation:RequestPreparer.prepare_chat",
     ),
     "chat template": (f"{API}.request_preparation:RequestPreparer._render",),
     "tokenizing": ("sluice_router.text.tokenizer:ModelText._encode_fast",),
-    "answer": (f"{API}.http_generation:HttpGeneration.answer",),
+    "answer": (f"{API}.http.http_generation:HttpGeneration.answer",),
     "admission": ("sluice_router.scheduling.router:Router.admit",),
     "protobuf, HTTP/2 out": ("sluice_router.engines.engine_connections:EngineConnections.send",),
-    "response head": (f"{API}.http_generation:HttpGeneration._open", "aiohttp.web_response:StreamResponse.prepare"),
+    "response head": (f"{API}.http.http_generation:HttpGeneration._open", "aiohttp.web_response:StreamResponse.prepare"),
     "protobuf, HTTP/2 in": (
         "sluice_router.engines.engine_stream:EngineStream.data_received",
         "sluice_router.engines.engine_stream:EngineStream._handle_next",
@@ -49,13 +49,13 @@ STAGES: dict[str, tuple[str, ...]] = {
     "tokens, reports, ends": ("sluice_router.scheduling.router:Router.handle_message",),
     "ticks": ("sluice_router.scheduling.router:Router.tick",),
     "events": (
-        f"{API}.response_streams:SseResponseStream.open",
-        f"{API}.response_streams:SseResponseStream.flush",
-        f"{API}.response_streams:SseResponseStream.on_finished",
-        f"{API}.response_streams:WholeResponseStream.on_finished",
-        f"{API}.response_streams:WholeAnswer.wait",
+        f"{API}.http.response_streams:SseResponseStream.open",
+        f"{API}.http.response_streams:SseResponseStream.flush",
+        f"{API}.http.response_streams:SseResponseStream.on_finished",
+        f"{API}.http.response_streams:WholeResponseStream.on_finished",
+        f"{API}.http.response_streams:WholeAnswer.wait",
     ),
-    "writes to clients": (f"{API}.http_generation:HttpStream._send",),
+    "writes to clients": (f"{API}.http.http_generation:HttpStream._send",),
 }
 REQUESTS = "request"
 LOOP = "event loop"

@@ -27,8 +27,8 @@ from sluice.v1 import control_pb2_grpc, plan_pb2
 from sluice_core.latency import OnlineLatencyModel
 from sluice_router.api import control_service
 from sluice_router.api.grpc_api import GrpcApi, join_address
-from sluice_router.api.http_api import HttpApi
-from sluice_router.api.info_endpoints import METRICS_PATH, PROBE_PATHS, InfoEndpoints
+from sluice_router.api.http.http_api import HttpApi
+from sluice_router.api.http.info_endpoints import METRICS_PATH, PROBE_PATHS, InfoEndpoints
 from sluice_router.engines import discovery
 from sluice_router.engines.engine_connections import EngineConnections
 from sluice_router.errors import MIN_RETRY_S, PlanRefusedError, ShuttingDownError

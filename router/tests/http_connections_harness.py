@@ -6,7 +6,7 @@ import contextlib
 
 from edge_fakes import read_until
 
-from sluice_router.api.http_api import HttpApi
+from sluice_router.api.http.http_api import HttpApi
 from sluice_router.settings import HttpSettings
 
 BODY = {"model": "tiny", "prompt": "hi", "max_tokens": 100, "stream": False}

@@ -6,7 +6,7 @@ import contextlib
 
 import httpx
 
-from sluice_router.api.http_api import HttpApi
+from sluice_router.api.http.http_api import HttpApi
 from sluice_router.settings import HttpSettings
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 
-from sluice_router.api.http_api import _answer_expectation
-from sluice_router.api.http_connection import (
+from sluice_router.api.http.http_api import _answer_expectation
+from sluice_router.api.http.http_connection import (
     COMMENT,
     CONTINUE,
     RESET_WAIT_S,

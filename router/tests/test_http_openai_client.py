@@ -10,7 +10,7 @@ import pytest
 from edge_fakes import ANSWER
 
 from sluice.v1 import engine_pb2
-from sluice_router.api.http_api import HttpApi
+from sluice_router.api.http.http_api import HttpApi
 from sluice_router.errors import EngineFaultError, NoEngineError, SloInfeasibleError
 
 

@@ -14,7 +14,7 @@ from edge_fakes import ANSWER, LENGTH, STOP, FakePlane
 from examples import resumable_client
 from http_requests_harness import make_chat, make_completion
 
-from sluice_router.api.http_api import HttpApi
+from sluice_router.api.http.http_api import HttpApi
 from sluice_router.errors import NoEngineError, ShuttingDownError
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

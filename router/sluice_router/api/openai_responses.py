@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sluice.v1 import sampling_pb2
 from sluice_router.api.logprobs import format_chat_logprobs, format_completion_logprobs
-from sluice_router.error_statuses import error_status_of
 from sluice_router.scheduling.requests import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sluice_router.errors import RouterError
     from sluice_router.scheduling.requests import Finish
     from sluice_router.text.output import Delta, OutputSettings
     from sluice_router.text.tokenizer import ModelText
@@ -273,23 +271,6 @@ def format_usage(usage: Usage) -> dict[str, Any]:
         "recoveries": usage.num_recoveries,
         "slo_met": usage.is_slo_met,
     }
-
-
-def format_error(error: RouterError) -> dict[str, Any]:
-    """Formats an error in OpenAI's form."""
-    return {
-        "error": {
-            "message": error.message,
-            "type": error_status_of(error).type,
-            "param": error.param,
-            "code": error.code,
-        }
-    }
-
-
-def format_error_event(error: RouterError) -> bytes:
-    """Formats the end of a stream that fails after its first byte."""
-    return f"data: {_dump(format_error(error))}\n\n".encode() + DONE
 
 
 def strip_id_prefix(answer_id: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from sluice_router.api.http_errors import refuse
+from sluice_router.api.http.http_errors import refuse
 from sluice_router.api.openai_responses import strip_id_prefix
 from sluice_router.errors import (
     InvalidRequestError,

@@ -11,9 +11,9 @@ from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion11
 
 from sluice_router.api import openai_responses
-from sluice_router.api.http_connection import connection_of
+from sluice_router.api.http.http_connection import connection_of
+from sluice_router.api.http.response_streams import AnswerProgress, SseResponseStream, WholeAnswer, WholeResponseStream
 from sluice_router.api.openai_requests import ChatBody
-from sluice_router.api.response_streams import AnswerProgress, SseResponseStream, WholeAnswer, WholeResponseStream
 from sluice_router.text.output import Output
 
 if TYPE_CHECKING:

@@ -16,10 +16,11 @@ from aiohttp.http import HttpVersion11
 from sluice.certificates import load_chain, make_server_context
 from sluice_core.records import RequestId
 from sluice_router.api.edge_metrics import EdgeMetrics
-from sluice_router.api.http_connection import CONTINUE, ConnectionSettings, EdgeServer, EdgeSite, connection_of
-from sluice_router.api.http_errors import REASON_HEADER, refuse
-from sluice_router.api.http_generation import SERVER, HttpGeneration
-from sluice_router.api.info_endpoints import METRICS_PATH, PROBE_PATHS, InfoEndpoints
+from sluice_router.api.http.http_connection import CONTINUE, ConnectionSettings, EdgeServer, EdgeSite, connection_of
+from sluice_router.api.http.http_errors import REASON_HEADER, refuse
+from sluice_router.api.http.http_generation import SERVER, HttpGeneration
+from sluice_router.api.http.http_resumption import ResumableAnswers, asks_for_resumable
+from sluice_router.api.http.info_endpoints import METRICS_PATH, PROBE_PATHS, InfoEndpoints
 from sluice_router.api.objectives import CAPABILITY_HEADER, read_objectives
 from sluice_router.api.openai_requests import ChatBody, FieldError, parse_chat, parse_completion, quote
 from sluice_router.api.request_preparation import (
@@ -29,7 +30,6 @@ from sluice_router.api.request_preparation import (
     choose_shown_id,
     to_router_error,
 )
-from sluice_router.api.resumption.http_resumption import ResumableAnswers, asks_for_resumable
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import (
     BodyTooLargeError,

@@ -1,13 +1,17 @@
-"""Answers that refuse a request over HTTP: status, ``Retry-After``, reason. ``error_statuses`` has the statuses."""
+"""Errors over HTTP, in OpenAI's form: whole answers with status, ``Retry-After`` and reason, and ends of streams.
+
+``error_statuses`` has the statuses.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from sluice_router.api.openai_responses import format_error
+from sluice_router.api.openai_responses import DONE
 from sluice_router.error_statuses import error_status_of
 from sluice_router.errors import UnauthenticatedError
 
@@ -31,3 +35,21 @@ def refuse(error: RouterError, *, status: int | None = None, headers: dict[str, 
     if isinstance(error, UnauthenticatedError):
         headers["WWW-Authenticate"] = "Bearer"
     return web.json_response(format_error(error), status=status or error_status_of(error).http_status, headers=headers)
+
+
+def format_error(error: RouterError) -> dict[str, Any]:
+    """Formats an error in OpenAI's form."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error_status_of(error).type,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def format_error_event(error: RouterError) -> bytes:
+    """Formats the end of a stream that fails after its first byte."""
+    text = json.dumps(format_error(error), ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode() + DONE

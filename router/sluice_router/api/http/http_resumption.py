@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from sluice.v1 import resume_pb2
 from sluice_router.api import openai_responses
+from sluice_router.api.http.response_streams import AnswerProgress, ResumableStream
 from sluice_router.api.objectives import CAPABILITY_HEADER, RESUMABLE_HEADER
 from sluice_router.api.openai_requests import ChatBody, FieldError, quote
-from sluice_router.api.response_streams import AnswerProgress, ResumableStream
 from sluice_router.api.resumption.answer_states import AnswerIdentity, make_resumable, read_state, restore_request
 from sluice_router.api.resumption.claimed_answers import claim_answer, prepare_found, replay
 from sluice_router.api.resumption.stream_positions import LAST_EVENT_ID_HEADER, NumberedFormat, read_position
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from sluice_core.records import RequestId
-    from sluice_router.api.http_generation import HttpGeneration
+    from sluice_router.api.http.http_generation import HttpGeneration
     from sluice_router.api.openai_requests import CompletionBody
     from sluice_router.api.request_preparation import PreparedRequest
     from sluice_router.api.slow_readers import SlowReaders

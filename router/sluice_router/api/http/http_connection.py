@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import web
 from aiohttp.http import HttpVersion11, RawRequestMessage
 
-from sluice_router.api.openai_responses import format_error
+from sluice_router.api.http.http_errors import format_error
 from sluice_router.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from aiohttp import StreamReader
 
-    from sluice_router.api.response_streams import ClientStream, SseResponseStream
+    from sluice_router.api.http.response_streams import ClientStream, SseResponseStream
 
 # State of a connection in Linux's tcp_info once the peer has reset it.
 TCP_CLOSED = 7
