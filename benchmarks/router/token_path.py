@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / part / "tests") for part in ("router", "protos")]
 from data_plane_harness import Harness, make_request  # noqa: E402
 from edge_fakes import make_sse_response_stream  # noqa: E402
 
-from sluice_router.api.http.http_generation import HttpStream  # noqa: E402
+from sluice_router.api.http.http_stream import HttpStream  # noqa: E402
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders  # noqa: E402
 from sluice_router.text.tokenizer import ModelText  # noqa: E402
 

@@ -41,7 +41,10 @@ STAGES: dict[str, tuple[str, ...]] = {
     "answer": (f"{API}.http.http_generation:HttpGeneration.answer",),
     "admission": ("sluice_router.scheduling.router:Router.admit",),
     "protobuf, HTTP/2 out": ("sluice_router.engines.engine_connections:EngineConnections.send",),
-    "response head": (f"{API}.http.http_generation:HttpGeneration._open", "aiohttp.web_response:StreamResponse.prepare"),
+    "response head": (
+        f"{API}.http.http_generation:HttpGeneration._open",
+        "aiohttp.web_response:StreamResponse.prepare",
+    ),
     "protobuf, HTTP/2 in": (
         "sluice_router.engines.engine_stream:EngineStream.data_received",
         "sluice_router.engines.engine_stream:EngineStream._handle_next",
@@ -55,7 +58,7 @@ STAGES: dict[str, tuple[str, ...]] = {
         f"{API}.http.response_streams:WholeResponseStream.on_finished",
         f"{API}.http.response_streams:WholeAnswer.wait",
     ),
-    "writes to clients": (f"{API}.http.http_generation:HttpStream._send",),
+    "writes to clients": (f"{API}.http.http_stream:HttpStream._send",),
 }
 REQUESTS = "request"
 LOOP = "event loop"

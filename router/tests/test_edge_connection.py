@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.http import HttpVersion, HttpVersion10, HttpVersion11
 
-from sluice_router.api.http.http_api import _answer_expectation
+from sluice_router.api.http.http_body import answer_expectation
 from sluice_router.api.http.http_connection import (
     COMMENT,
     CONTINUE,
@@ -413,14 +413,14 @@ async def test_who_waits_to_be_asked_for_a_body_is_asked_while_the_connection_is
         None if state == "lost" else SimpleNamespace(is_closing=lambda: state == "closing", write=table.transport.write)
     )
     request = SimpleNamespace(headers={"Expect": "100-Continue"}, version=HttpVersion11, transport=transport)
-    _answer_expectation(request)  # type: ignore[arg-type]
+    answer_expectation(request)  # type: ignore[arg-type]
     assert table.transport.written == (CONTINUE if state == "open" else b"")
 
 
 @pytest.mark.parametrize(("expects", "version"), [(None, HttpVersion11), ("100-continue", HttpVersion10)])
 async def test_nobody_else_is_asked(table: Table, expects: str | None, version: HttpVersion) -> None:
     headers = {} if expects is None else {"Expect": expects}
-    _answer_expectation(SimpleNamespace(headers=headers, version=version, transport=table.transport))  # type: ignore[arg-type]
+    answer_expectation(SimpleNamespace(headers=headers, version=version, transport=table.transport))  # type: ignore[arg-type]
     assert table.transport.written == b""
 
 

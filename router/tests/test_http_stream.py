@@ -9,7 +9,7 @@ import pytest
 from edge_fakes import FakePlane, connect, read_until, request_bytes, say
 
 from sluice_router.api.http.http_api import HttpApi
-from sluice_router.api.http.http_generation import HttpStream
+from sluice_router.api.http.http_stream import HttpStream
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"

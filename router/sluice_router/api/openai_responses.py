@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 DONE = b"data: [DONE]\n\n"
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
-# Of an answer that waits for the first engine: readers of server-sent events skip lines that begin with a colon.
-HELD_COMMENT = b": waiting for an engine\n\n"
 # What an answer's id has before the router's id of the request; of completions and of chats.
 ID_PREFIXES = ("cmpl-", "chatcmpl-")
 # json.dumps makes one per call.

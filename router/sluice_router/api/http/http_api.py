@@ -11,18 +11,19 @@ import socket
 from typing import TYPE_CHECKING
 
 from aiohttp import web
-from aiohttp.http import HttpVersion11
 
 from sluice.certificates import load_chain, make_server_context
 from sluice_core.records import RequestId
 from sluice_router.api.edge_metrics import EdgeMetrics
-from sluice_router.api.http.http_connection import CONTINUE, ConnectionSettings, EdgeServer, EdgeSite, connection_of
+from sluice_router.api.http.http_body import read_body
+from sluice_router.api.http.http_connection import ConnectionSettings, EdgeServer, EdgeSite, connection_of
 from sluice_router.api.http.http_errors import REASON_HEADER, refuse
-from sluice_router.api.http.http_generation import SERVER, HttpGeneration
+from sluice_router.api.http.http_generation import HttpGeneration
 from sluice_router.api.http.http_resumption import ResumableAnswers, asks_for_resumable
+from sluice_router.api.http.http_stream import SERVER
 from sluice_router.api.http.info_endpoints import METRICS_PATH, PROBE_PATHS, InfoEndpoints
 from sluice_router.api.objectives import CAPABILITY_HEADER, read_objectives
-from sluice_router.api.openai_requests import ChatBody, FieldError, parse_chat, parse_completion, quote
+from sluice_router.api.openai_requests import ChatBody, FieldError, parse_chat, parse_completion
 from sluice_router.api.request_preparation import (
     Caller,
     RequestPreparer,
@@ -31,13 +32,7 @@ from sluice_router.api.request_preparation import (
     to_router_error,
 )
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
-from sluice_router.errors import (
-    BodyTooLargeError,
-    DeadlineError,
-    InvalidRequestError,
-    RouterError,
-    UnsupportedEndpointError,
-)
+from sluice_router.errors import InvalidRequestError, RouterError, UnsupportedEndpointError
 from sluice_router.observability.request_traces import read_trace_headers
 from sluice_router.security.access_control import OPEN_ACCESS
 from sluice_router.security.cors import CorsPolicy
@@ -68,8 +63,6 @@ ACCEPT_BACKLOG = 4096
 # uvloop accepts one connection per listener and loop iteration, which takes milliseconds under load: with one listener
 # a thousand new clients would wait for seconds.
 NUM_ACCEPTORS = 16
-# What bodies may be packed with; nothing is the usual case.
-ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
 # How long handlers have to notice that they are cut.
 CUT_S = 0.5
 
@@ -296,14 +289,14 @@ class HttpApi:
     async def _complete(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
         if CAPABILITY_HEADER in request.headers:
             return await self._resume(request, is_chat=False)
-        body, ignored = parse_completion(await self._read_body(request), self._preparer.check_size)
+        body, ignored = parse_completion(await read_body(request, self._settings), self._preparer.check_size)
         prepared = await self._preparer.prepare_completion(body, self._describe_caller(request, body, arrival_s))
         return await self._answer(request, body, prepared, ignored)
 
     async def _chat(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
         if CAPABILITY_HEADER in request.headers:
             return await self._resume(request, is_chat=True)
-        body, ignored = parse_chat(await self._read_body(request), self._preparer.check_size)
+        body, ignored = parse_chat(await read_body(request, self._settings), self._preparer.check_size)
         prepared = await self._preparer.prepare_chat(body, self._describe_caller(request, body, arrival_s))
         return await self._answer(request, body, prepared, ignored)
 
@@ -321,7 +314,7 @@ class HttpApi:
 
     async def _resume(self, request: web.BaseRequest, *, is_chat: bool) -> web.StreamResponse:
         """Goes on with a stream; the body, if there is one, is the first request's once more."""
-        await self._read_body(request)
+        await read_body(request, self._settings)
         return await self._resumable.resume(
             request,
             is_chat=is_chat,
@@ -345,33 +338,6 @@ class HttpApi:
             trace_headers=read_trace_headers(request.headers),
         )
 
-    async def _read_body(self, request: web.BaseRequest) -> bytes:
-        limit = self._settings.max_body_bytes
-        if (request.content_length or 0) > limit:
-            raise BodyTooLargeError(f"the body has {request.content_length} bytes; the limit is {limit}")
-        _check_encoding(request.headers.get("Content-Encoding", ""))
-        _answer_expectation(request)
-        parts, size = [], 0
-        try:
-            if request.content.is_eof():
-                # It came with the headers.
-                whole = request.content.read_nowait()
-                if len(whole) > limit:
-                    raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
-                return whole
-            async with asyncio.timeout(self._settings.body_timeout_s):
-                async for part in request.content.iter_any():
-                    size += len(part)
-                    if size > limit:
-                        raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
-                    parts.append(part)
-        except TimeoutError as error:
-            raise DeadlineError(f"the body did not come within {self._settings.body_timeout_s:g} s") from error
-        except web.RequestPayloadError as error:
-            raise InvalidRequestError(f"the body cannot be read: {error}", code="malformed_http") from error
-        return b"".join(parts)
-
-
 def _listen(host: str, port: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = socket.create_server(address[:2], family=family, backlog=ACCEPT_BACKLOG)
@@ -383,26 +349,6 @@ def _listen(host: str, port: int) -> socket.socket:
 def _refuse_method(method: str, allowed: str) -> web.Response:
     error = InvalidRequestError(f"{method} is not allowed here; allowed is {allowed}", code="method_not_allowed")
     return refuse(error, status=405, headers={"Allow": allowed})
-
-
-def _check_encoding(encoding: str) -> None:
-    """Refuses a body that is packed in a way that aiohttp does not unpack: it would be read as plain."""
-    if encoding.strip().lower() not in ENCODINGS:
-        known = ", ".join(sorted(ENCODINGS - {""}))
-        message = f"Content-Encoding: known are {known}, not {quote(encoding)}"
-        raise FieldError("Content-Encoding", message, "unsupported_encoding")
-
-
-def _answer_expectation(request: web.BaseRequest) -> None:
-    expectation = request.headers.get("Expect")
-    if expectation is None or request.version < HttpVersion11:
-        return
-    if expectation.lower() != "100-continue":
-        raise InvalidRequestError(
-            f"Expect: only 100-continue is known, not {expectation[:80]!r}", code="expectation_failed"
-        )
-    if request.transport is not None and not request.transport.is_closing():
-        request.transport.write(CONTINUE)
 
 
 def format_ignored(names: list[str]) -> dict[str, str]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from aiohttp import web
-from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion11
 
 from sluice_router.api import openai_responses
 from sluice_router.api.http.http_connection import connection_of
+from sluice_router.api.http.http_stream import WrittenResponse, comment_until_news, open_stream
 from sluice_router.api.http.response_streams import AnswerProgress, SseResponseStream, WholeAnswer, WholeResponseStream
 from sluice_router.api.openai_requests import ChatBody
 from sluice_router.text.output import Output
@@ -19,112 +20,12 @@ from sluice_router.text.output import Output
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from sluice_router.api.http.http_stream import HttpStream
     from sluice_router.api.openai_requests import CompletionBody
     from sluice_router.api.request_preparation import PreparedRequest
     from sluice_router.api.slow_readers import SlowReaders
     from sluice_router.scheduling.requests import DataPlane, ResponseStream
     from sluice_router.text.tokenizer import ModelText
-
-SERVER = "sluice"
-# Of the head of every stream.
-FIXED_LINES = (f"Content-Type: {openai_responses.CONTENT_TYPE}", "Cache-Control: no-cache", f"Server: {SERVER}")
-
-
-class HttpStream:
-    """A streamed answer, written past aiohttp's coroutines: head and first events in one piece, and the end in one.
-
-    Args:
-        connection: The client's connection.
-        is_chunked: Whether the body is sent in HTTP chunks; HTTP/1.0 has none.
-
-    Attributes:
-        is_lost: The client had gone when something was to be written.
-        keeps_connection: Whether the head says that the connection stays open behind it.
-    """
-
-    __slots__ = ("_connection", "_held", "_is_chunked", "_is_over", "_transport", "is_lost", "keeps_connection")
-
-    def __init__(self, connection: web.RequestHandler, *, is_chunked: bool) -> None:
-        self._connection = connection
-        self._transport = connection.transport
-        self._is_chunked = is_chunked
-        self._held: list[bytes] | None = None
-        self._is_over = False
-        self.is_lost = False
-        self.keeps_connection = True
-
-    @property
-    def is_writable(self) -> bool:
-        """False while the transport is full."""
-        return not self._connection.writing_paused
-
-    @property
-    def num_buffered_bytes(self) -> int:
-        """Bytes in the transport."""
-        return 0 if self._transport is None or self._is_over else self._transport.get_write_buffer_size()
-
-    def hold(self, head: bytes) -> None:
-        """Begins with the answer's head, and keeps what is written until ``release``."""
-        self._held = [head]
-
-    def release(self) -> None:
-        """Writes what was kept."""
-        held, self._held = self._held, None
-        if held:
-            self._send(b"".join(held))
-
-    def write(self, data: bytes) -> None:
-        """Writes; to a closed transport, nothing."""
-        if data and not self._is_over:
-            self._send(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-
-    def abort(self) -> None:
-        """Closes at once."""
-        if self._transport is not None and not self._is_over:
-            self._transport.abort()
-
-    def end(self, data: bytes) -> None:
-        """Writes the last bytes, at least one, and drops what is written from here on."""
-        if not self._is_over:
-            self._is_over = True
-            self._send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if self._is_chunked else data)
-
-    def _send(self, data: bytes) -> None:
-        if self._held is not None:
-            self._held.append(data)
-        elif self._transport is None or self._transport.is_closing():
-            # uvloop raises on a closed transport, and the client's end is heard of elsewhere.
-            self.is_lost = True
-        else:
-            self._transport.write(data)
-
-
-class WrittenResponse(web.StreamResponse):
-    """Tells aiohttp of an answer that ``HttpStream`` has written.
-
-    Args:
-        keeps_connection: Whether the connection stays open behind it.
-    """
-
-    def __init__(self, *, keeps_connection: bool) -> None:
-        super().__init__()
-        self._keeps_connection = keeps_connection
-
-    @property
-    def prepared(self) -> bool:
-        """Its head is out."""
-        return True
-
-    @property
-    def keep_alive(self) -> bool | None:
-        """Whether the connection stays open behind it."""
-        return self._keeps_connection
-
-    async def prepare(self, request: web.BaseRequest) -> None:
-        """Writes nothing."""
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        """Writes nothing."""
 
 
 class HttpGeneration:
@@ -284,7 +185,8 @@ class HttpGeneration:
             connection.watch(leave)
             stream = None
             if self._plane.is_holding:
-                stream = await self._comment(request, progress, headers)
+                open_held = partial(self._open, request, headers)
+                stream = await comment_until_news(progress, open_held, self._comment_interval_s)
             if stream is None:
                 await progress.wait_first()
                 stream = self._open(request, headers)
@@ -299,22 +201,6 @@ class HttpGeneration:
             if not progress.is_over:
                 leave()
         return WrittenResponse(keeps_connection=stream.keeps_connection)
-
-    async def _comment(
-        self, request: web.BaseRequest, progress: AnswerProgress, headers: dict[str, str]
-    ) -> HttpStream | None:
-        """Begins the answer with comments while a request is held, so that neither client nor proxy gives up.
-
-        Returns:
-            The stream, once there is something to send; None: nothing has been written by then.
-        """
-        stream: HttpStream | None = None
-        while not await progress.wait_news(self._comment_interval_s):
-            if stream is None:
-                stream = self._open(request, headers)
-                stream.release()
-            stream.write(openai_responses.HELD_COMMENT)
-        return stream
 
     async def _admit(self, prepared: Sequence[PreparedRequest], response_streams: Sequence[ResponseStream]) -> None:
         """Admits all choices; the caller cancels those that were when another is refused."""
@@ -333,16 +219,4 @@ class HttpGeneration:
         return request.keep_alive and not self.is_closing and request.version >= HttpVersion11
 
     def _open(self, request: web.BaseRequest, headers: dict[str, str]) -> HttpStream:
-        """Begins a stream with the answer's head."""
-        version, keeps_connection = request.version, self._keeps_connection(request)
-        is_chunked = version >= HttpVersion11
-        lines = [f"HTTP/{version.major}.{version.minor} 200 OK", *FIXED_LINES, f"Date: {rfc822_formatted_time()}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        if is_chunked:
-            lines.append("Transfer-Encoding: chunked")
-            if not keeps_connection:
-                lines.append("Connection: close")
-        stream = HttpStream(connection_of(request), is_chunked=is_chunked)
-        stream.keeps_connection = keeps_connection
-        stream.hold("\r\n".join([*lines, "", ""]).encode())
-        return stream
+        return open_stream(request, headers, keeps_connection=self._keeps_connection(request))

@@ -1,0 +1,164 @@
+"""A streamed answer over HTTP: its head, comments while nothing comes, its chunks and its end, past aiohttp."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.http import HttpVersion11
+
+from sluice_router.api.http.http_connection import connection_of
+from sluice_router.api.openai_responses import CONTENT_TYPE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sluice_router.api.http.response_streams import AnswerProgress
+
+# Of an answer that waits for the first engine: readers of server-sent events skip lines that begin with a colon.
+HELD_COMMENT = b": waiting for an engine\n\n"
+SERVER = "sluice"
+# Of the head of every stream.
+FIXED_LINES = (f"Content-Type: {CONTENT_TYPE}", "Cache-Control: no-cache", f"Server: {SERVER}")
+
+
+class HttpStream:
+    """A streamed answer, written past aiohttp's coroutines: head and first events in one piece, and the end in one.
+
+    Args:
+        connection: The client's connection.
+        is_chunked: Whether the body is sent in HTTP chunks; HTTP/1.0 has none.
+
+    Attributes:
+        is_lost: The client had gone when something was to be written.
+        keeps_connection: Whether the head says that the connection stays open behind it.
+    """
+
+    __slots__ = ("_connection", "_held", "_is_chunked", "_is_over", "_transport", "is_lost", "keeps_connection")
+
+    def __init__(self, connection: web.RequestHandler, *, is_chunked: bool) -> None:
+        self._connection = connection
+        self._transport = connection.transport
+        self._is_chunked = is_chunked
+        self._held: list[bytes] | None = None
+        self._is_over = False
+        self.is_lost = False
+        self.keeps_connection = True
+
+    @property
+    def is_writable(self) -> bool:
+        """False while the transport is full."""
+        return not self._connection.writing_paused
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Bytes in the transport."""
+        return 0 if self._transport is None or self._is_over else self._transport.get_write_buffer_size()
+
+    def hold(self, head: bytes) -> None:
+        """Begins with the answer's head, and keeps what is written until ``release``."""
+        self._held = [head]
+
+    def release(self) -> None:
+        """Writes what was kept."""
+        held, self._held = self._held, None
+        if held:
+            self._send(b"".join(held))
+
+    def write(self, data: bytes) -> None:
+        """Writes; to a closed transport, nothing."""
+        if data and not self._is_over:
+            self._send(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+
+    def abort(self) -> None:
+        """Closes at once."""
+        if self._transport is not None and not self._is_over:
+            self._transport.abort()
+
+    def end(self, data: bytes) -> None:
+        """Writes the last bytes, at least one, and drops what is written from here on."""
+        if not self._is_over:
+            self._is_over = True
+            self._send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if self._is_chunked else data)
+
+    def _send(self, data: bytes) -> None:
+        if self._held is not None:
+            self._held.append(data)
+        elif self._transport is None or self._transport.is_closing():
+            # uvloop raises on a closed transport, and the client's end is heard of elsewhere.
+            self.is_lost = True
+        else:
+            self._transport.write(data)
+
+
+class WrittenResponse(web.StreamResponse):
+    """Tells aiohttp of an answer that ``HttpStream`` has written.
+
+    Args:
+        keeps_connection: Whether the connection stays open behind it.
+    """
+
+    def __init__(self, *, keeps_connection: bool) -> None:
+        super().__init__()
+        self._keeps_connection = keeps_connection
+
+    @property
+    def prepared(self) -> bool:
+        """Its head is out."""
+        return True
+
+    @property
+    def keep_alive(self) -> bool | None:
+        """Whether the connection stays open behind it."""
+        return self._keeps_connection
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Writes nothing."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Writes nothing."""
+
+
+def open_stream(request: web.BaseRequest, headers: dict[str, str], *, keeps_connection: bool) -> HttpStream:
+    """Begins a stream with the answer's head, which it holds until it is released.
+
+    Args:
+        request: The HTTP request.
+        headers: Of the answer.
+        keeps_connection: Whether the connection stays open behind it.
+    """
+    version = request.version
+    is_chunked = version >= HttpVersion11
+    lines = [f"HTTP/{version.major}.{version.minor} 200 OK", *FIXED_LINES, f"Date: {rfc822_formatted_time()}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    if is_chunked:
+        lines.append("Transfer-Encoding: chunked")
+        if not keeps_connection:
+            lines.append("Connection: close")
+    stream = HttpStream(connection_of(request), is_chunked=is_chunked)
+    stream.keeps_connection = keeps_connection
+    stream.hold("\r\n".join([*lines, "", ""]).encode())
+    return stream
+
+
+async def comment_until_news(
+    progress: AnswerProgress, open_held: Callable[[], HttpStream], interval_s: float
+) -> HttpStream | None:
+    """Begins an answer with comments while its request is held, so that neither client nor proxy gives up.
+
+    Args:
+        progress: Of the answer.
+        open_held: Begins the stream.
+        interval_s: Between two comments.
+
+    Returns:
+        The stream, once there is something to send; None: nothing has been written by then.
+    """
+    stream: HttpStream | None = None
+    while not await progress.wait_news(interval_s):
+        if stream is None:
+            stream = open_held()
+            stream.release()
+        stream.write(HELD_COMMENT)
+    return stream
