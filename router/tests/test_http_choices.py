@@ -8,8 +8,8 @@ import openai
 import pytest
 from edge_fakes import LENGTH, connect, read_until, request_bytes
 
+from sluice_router.api.choices import derive_seed
 from sluice_router.api.http.http_api import HttpApi
-from sluice_router.api.request_preparation import derive_seed
 from sluice_router.errors import EngineFaultError, QueueFullError
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -14,6 +14,7 @@ from sluice.wire_fields import constraint_names, optional_numbers, read_sampling
 from sluice_core.records import RequestId
 from sluice_router.api import grpc_fields
 from sluice_router.api.edge_metrics import EdgeMetrics
+from sluice_router.api.length_limits import check_num_characters
 from sluice_router.api.objectives import RequestObjectives
 from sluice_router.api.openai_requests import (
     MAX_STRUCTURE_CHARACTERS,
@@ -25,7 +26,7 @@ from sluice_router.api.openai_requests import (
     StructuredOutputs,
     check,
 )
-from sluice_router.api.request_preparation import Caller, RequestPreparer, check_num_characters
+from sluice_router.api.request_preparation import Caller, RequestPreparer
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.api.structured_output import check_constraint, find_constraint
 from sluice_router.text.tokenizer import ModelText

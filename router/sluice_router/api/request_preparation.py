@@ -6,10 +6,12 @@ import asyncio
 import json
 import time
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sluice.v1 import sampling_pb2
+from sluice_router.api.choices import PreparedRequest, list_choices
+from sluice_router.api.length_limits import check_num_characters, check_prompt_size, limit_output
 from sluice_router.api.openai_requests import VLLM_DEFAULTS, FieldError, quote
 from sluice_router.api.structured_output import check_constraint, find_constraint
 from sluice_router.errors import InvalidRequestError, ModelNotFoundError
@@ -28,11 +30,6 @@ if TYPE_CHECKING:
     from sluice_router.scheduling.requests import DataPlane
     from sluice_router.text.tokenizer import ModelText
 
-# When not even the model's length is known.
-LAST_RESORT_OUTPUT_TOKENS = 16
-MAX_REQUEST_ID_CHARACTERS = 128
-# Validating and rendering so many takes the event loop about 20 ms.
-MAX_MESSAGES = 4096
 # Sampling fields that need more than the value of the body, the model or vLLM.
 _RESOLVED_FIELDS = frozenset({"max_tokens", "stop_token_ids", "logit_bias", "num_logprobs", "structured_output"})
 
@@ -62,52 +59,9 @@ class Caller:
     trace_headers: Mapping[str, str] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedRequest:
-    """A request ready to be admitted.
-
-    Args:
-        request: For the data plane.
-        output: How the response stream shall write it.
-    """
-
-    request: NewRequest
-    output: OutputSettings
-
-
 def to_router_error(error: FieldError) -> InvalidRequestError:
     """Turns a wrong field into the error that clients see."""
     return InvalidRequestError(str(error), param=error.field or None, code=error.code)
-
-
-def choose_shown_id(given: str, request_id: RequestId) -> str:
-    """Chooses the id that an answer or an error carries: the caller's, or the router's where that is missing or wrong.
-
-    Args:
-        given: The caller's id, unchecked; empty: none.
-        request_id: The router's.
-    """
-    try:
-        return check_request_id("", given) or request_id
-    except FieldError:
-        return request_id
-
-
-def check_request_id(name: str, value: str) -> str:
-    """Checks a caller's id.
-
-    Args:
-        name: Where it stands.
-        value: The id.
-
-    Raises:
-        FieldError: Too long, or not printable ASCII.
-    """
-    if len(value) > MAX_REQUEST_ID_CHARACTERS:
-        raise FieldError(name, f"{name}: at most {MAX_REQUEST_ID_CHARACTERS} characters, not {len(value)}")
-    if not (value.isascii() and value.isprintable()):
-        raise FieldError(name, f"{name}: only printable ASCII, not {quote(value)}")
-    return value
 
 
 class RequestPreparer:
@@ -165,7 +119,7 @@ class RequestPreparer:
                 ids = prompt
                 self._check_token_ids(field, ids)
             prepared.append(self._finish(body, field, ids, caller, structure))
-        return self._list_choices(prepared, body.n or 1)
+        return list_choices(prepared, body.n or 1, self._plane.make_request_id)
 
     async def prepare_chat(self, body: ChatBody, caller: Caller) -> list[PreparedRequest]:
         """Prepares a chat; see ``prepare_completion``."""
@@ -174,7 +128,7 @@ class RequestPreparer:
         # Templates write BOS themselves.
         ids = await self._encode("messages", self._render(body), add_special_tokens=body.add_special_tokens is True)
         prepared = self._finish(body, "messages", ids, caller, await _read_structure(body))
-        return self._list_choices([prepared], body.n or 1)
+        return list_choices([prepared], body.n or 1, self._plane.make_request_id)
 
     def check_model(self, name: str | None) -> None:
         """Checks that a model is the one served. Without a plan no name is known yet, and any passes.
@@ -220,31 +174,6 @@ class RequestPreparer:
             index = next(index for index, token_id in enumerate(ids) if token_id >= limit)
             raise FieldError(f"{field}[{index}]", f"{field}[{index}]: token ids are below {limit}, not {ids[index]}")
 
-    def _list_choices(self, prepared: list[PreparedRequest], n: int) -> list[PreparedRequest]:
-        """Lists the choices of an answer: ``n`` for each prompt, with ids and seeds of their own."""
-        if len(prepared) * n == 1:
-            return prepared
-        choices = [(prompt, sample) for prompt in prepared for sample in range(n)]
-        return [
-            replace(prompt, request=self._derive_choice(prompt.request, index, sample))
-            for index, (prompt, sample) in enumerate(choices)
-        ]
-
-    def _derive_choice(self, request: NewRequest, index: int, sample: int) -> NewRequest:
-        if not index:
-            return request
-        sampling = sampling_pb2.SamplingParams()
-        sampling.CopyFrom(request.sampling)
-        if sampling.HasField("seed"):
-            sampling.seed = derive_seed(sampling.seed, sample)
-        shown_id = request.client_request_id or request.request_id
-        return replace(
-            request,
-            request_id=self._plane.make_request_id(),
-            client_request_id=f"{shown_id}-{index}",
-            sampling=sampling,
-        )
-
     def _finish(
         self,
         body: SamplingFields,
@@ -255,7 +184,16 @@ class RequestPreparer:
     ) -> PreparedRequest:
         if not ids:
             raise FieldError(field, f"{field}: the prompt is empty; at least 1 token is needed")
-        sampling = self._build_sampling(body, self._limit_output(body, field, ids, caller))
+        max_tokens = limit_output(
+            body,
+            field,
+            ids,
+            default_tokens=self._text.defaults.max_tokens or caller.default_output_tokens,
+            owner=caller.owner,
+            owner_limit_tokens=self._plane.find_output_limit(caller.owner) if caller.owner else None,
+            max_model_len_tokens=self._max_model_len_tokens,
+        )
+        sampling = self._build_sampling(body, max_tokens)
         if structure is not None:
             sampling.structured_output.CopyFrom(structure)
         objectives = caller.objectives
@@ -275,30 +213,6 @@ class RequestPreparer:
             trace_headers=caller.trace_headers,
         )
         return PreparedRequest(request=request, output=self._describe_output(body, sampling))
-
-    def _limit_output(self, body: SamplingFields, prompt_field: str, ids: list[int], caller: Caller) -> int:
-        """Returns the most output tokens, within the model's length and the limit of the API key's owner.
-
-        Raises:
-            FieldError: The prompt, or prompt and output together, are too long.
-        """
-        wanted = body.output_limit_tokens
-        default = self._text.defaults.max_tokens or caller.default_output_tokens
-        limit = self._plane.find_output_limit(caller.owner) if caller.owner else None
-        if limit is not None:
-            if wanted is not None and wanted > limit:
-                name = body.output_limit_field
-                raise FieldError(name, f"{name}: at most {limit} for {caller.owner}, not {wanted}", "max_output_tokens")
-            default = min(default or limit, limit)
-        length = self._max_model_len_tokens
-        if length is None:
-            return wanted or default or LAST_RESORT_OUTPUT_TOKENS
-        check_num_tokens(prompt_field, ids, length)
-        room = length - len(ids)
-        if wanted is not None and wanted > room:
-            given = f"{len(ids)} tokens of prompt and max_tokens {wanted}, {len(ids) + wanted} in all"
-            raise too_long(body.output_limit_field, length, given)
-        return min(room, wanted or default or room)
 
     def _build_sampling(self, body: SamplingFields, max_tokens: int) -> sampling_pb2.SamplingParams:
         min_tokens = body.min_tokens or 0
@@ -351,86 +265,6 @@ class RequestPreparer:
             num_logprobs=body.num_logprobs,
             returns_token_ids=bool(body.return_token_ids),
         )
-
-
-def derive_seed(seed: int, sample: int) -> int:
-    """Derives the seed of one of several samples: counted away from zero, as vLLM does above it, so never vLLM's -1.
-
-    Args:
-        seed: The request's, a 64-bit integer other than -1.
-        sample: Number of the sample, from 0 on.
-    """
-    moved = seed + sample if seed >= 0 else seed - sample
-    return (moved + 2**63) % 2**64 - 2**63
-
-
-def check_prompt_size(fields: dict[str, Any], max_model_len_tokens: int | None) -> None:
-    """Checks the size of a body's prompt, which may otherwise be anything.
-
-    Args:
-        fields: The body, unchecked.
-        max_model_len_tokens: Longest prompt + output; None: not known.
-
-    Raises:
-        FieldError: There are too many messages or token ids.
-    """
-    messages = fields.get("messages")
-    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
-        raise FieldError("messages", f"messages: at most {MAX_MESSAGES} messages, not {len(messages)}")
-    prompt = fields.get("prompt")
-    if not isinstance(prompt, list):
-        return
-    check_num_tokens("prompt", prompt, max_model_len_tokens)
-    for index, item in enumerate(prompt):
-        if isinstance(item, list):
-            check_num_tokens(f"prompt[{index}]", item, max_model_len_tokens)
-
-
-def check_num_tokens(field: str, token_ids: list[Any], max_model_len_tokens: int | None) -> None:
-    """Checks that a prompt leaves room for one output token.
-
-    Args:
-        field: Path of the prompt.
-        token_ids: The prompt.
-        max_model_len_tokens: Longest prompt + output; None: not known.
-
-    Raises:
-        FieldError: It does not.
-    """
-    if max_model_len_tokens is not None and len(token_ids) >= max_model_len_tokens:
-        raise too_long(field, max_model_len_tokens, f"{len(token_ids)} tokens of prompt")
-
-
-def check_num_characters(field: str, prompt: str, max_model_len_tokens: int | None, max_token_characters: int) -> None:
-    """Checks that a prompt may fit, whatever its text: tokenizing one that cannot would take seconds.
-
-    Args:
-        field: Path of the prompt.
-        prompt: Its text.
-        max_model_len_tokens: Longest prompt + output; None: not known.
-        max_token_characters: Most characters that a token stands for.
-
-    Raises:
-        FieldError: It cannot.
-    """
-    if max_model_len_tokens is None:
-        return
-    limit = max_model_len_tokens * max_token_characters
-    if len(prompt) > limit:
-        given = f"{len(prompt)} characters of prompt, and no more than {limit} can fit"
-        raise too_long(field, max_model_len_tokens, given)
-
-
-def too_long(field: str, max_model_len_tokens: int, given: str) -> FieldError:
-    """Makes the error for a request that is longer than the model's limit.
-
-    Args:
-        field: What is to blame.
-        max_model_len_tokens: The limit.
-        given: What the request has.
-    """
-    limit = f"the model's limit is {max_model_len_tokens} tokens for prompt and output"
-    return FieldError(field, f"{field}: {limit}; the request has {given}", "context_length_exceeded")
 
 
 async def _read_structure(body: SamplingFields) -> sampling_pb2.StructuredOutput | None:

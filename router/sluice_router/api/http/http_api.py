@@ -24,13 +24,8 @@ from sluice_router.api.http.http_stream import SERVER
 from sluice_router.api.http.info_endpoints import METRICS_PATH, PROBE_PATHS, InfoEndpoints
 from sluice_router.api.objectives import CAPABILITY_HEADER, read_objectives
 from sluice_router.api.openai_requests import ChatBody, FieldError, parse_chat, parse_completion
-from sluice_router.api.request_preparation import (
-    Caller,
-    RequestPreparer,
-    check_request_id,
-    choose_shown_id,
-    to_router_error,
-)
+from sluice_router.api.request_ids import check_request_id, choose_shown_id
+from sluice_router.api.request_preparation import Caller, RequestPreparer, to_router_error
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import InvalidRequestError, RouterError, UnsupportedEndpointError
 from sluice_router.observability.request_traces import read_trace_headers
@@ -42,8 +37,8 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable
 
+    from sluice_router.api.choices import PreparedRequest
     from sluice_router.api.openai_requests import CompletionBody
-    from sluice_router.api.request_preparation import PreparedRequest
     from sluice_router.scheduling.requests import DataPlane
     from sluice_router.security.access_control import ClientAccess
     from sluice_router.text.tokenizer import ModelText

@@ -20,9 +20,9 @@ from sluice_router.text.output import Output
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from sluice_router.api.choices import PreparedRequest
     from sluice_router.api.http.http_stream import HttpStream
     from sluice_router.api.openai_requests import CompletionBody
-    from sluice_router.api.request_preparation import PreparedRequest
     from sluice_router.api.slow_readers import SlowReaders
     from sluice_router.scheduling.requests import DataPlane, ResponseStream
     from sluice_router.text.tokenizer import ModelText

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from sluice_core.records import RequestId
+    from sluice_router.api.choices import PreparedRequest
     from sluice_router.api.http.http_generation import HttpGeneration
     from sluice_router.api.openai_requests import CompletionBody
-    from sluice_router.api.request_preparation import PreparedRequest
     from sluice_router.api.slow_readers import SlowReaders
     from sluice_router.scheduling.requests import DataPlane
     from sluice_router.text.tokenizer import ModelText

@@ -10,8 +10,8 @@ from google.protobuf.message import DecodeError
 
 from sluice.v1 import resume_pb2
 from sluice_core.records import RequestId
+from sluice_router.api.choices import PreparedRequest
 from sluice_router.api.openai_requests import FieldError
-from sluice_router.api.request_preparation import PreparedRequest
 from sluice_router.errors import UnknownStreamError
 from sluice_router.scheduling.requests import NewRequest
 from sluice_router.security.resume_capabilities import derive_resume_key, make_capability
