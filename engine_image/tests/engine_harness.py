@@ -141,6 +141,7 @@ class Engine:
         from vllm.v1.executor.abstract import Executor
 
         from sluice_engine import plugin
+        from sluice_engine.kv_transfer.transfer_config import make_transfer_config
 
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
         settings: dict[str, Any] = {
@@ -155,7 +156,7 @@ class Engine:
             "scheduling_policy": "priority",
             "scheduler_cls": plugin.ASYNC_SCHEDULER if is_async else plugin.SCHEDULER,
             "distributed_executor_backend": plugin.CPU_EXECUTOR,
-            "kv_transfer_config": KVTransferConfig(**plugin.make_transfer_config(name, "cpu", 100, lease_s)),
+            "kv_transfer_config": KVTransferConfig(**make_transfer_config(name, "cpu", 100, lease_s)),
         }
         if is_async:
             settings["distributed_executor_backend"] = make_async_executor()

@@ -26,6 +26,7 @@ from sluice_engine import plugin
 from sluice_engine.child_processes import die_with_parent
 from sluice_engine.emulation import emulated_gpu_profile
 from sluice_engine.errors import StartError
+from sluice_engine.kv_transfer.transfer_config import make_transfer_config
 from sluice_engine.startup import model_classes
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def vllm_arguments(settings: EngineSettings, epoch: int) -> dict[str, Any]:
         "structured_outputs_config": StructuredOutputsConfig(backend=GRAMMAR_BACKEND),
         "scheduler_cls": plugin.ASYNC_SCHEDULER,
         "kv_transfer_config": KVTransferConfig(
-            **plugin.make_transfer_config(
+            **make_transfer_config(
                 engine_id=f"{settings.engine_id}-{epoch:x}",
                 device="cpu" if current_platform.is_cpu() else "cuda",
                 progress_delay_us=settings.kv_poll_us,

@@ -76,3 +76,23 @@ class OwnerUsage:
         """Lists in which second each bucket is forgotten, oldest first."""
         for second, bucket in self.buckets.items():
             yield second + NUM_BUCKETS, bucket
+
+
+def count_computed(
+    prompt_tokens: int, output_tokens: int, *, has_run: bool, is_adopted: bool, num_adopted_tokens: int
+) -> tuple[int, int]:
+    """Counts the tokens that were computed for an owner, whatever the end; without a first token it is none.
+
+    Those of a request that another router had first count there, up to where this one went on.
+
+    Args:
+        prompt_tokens: Of the request.
+        output_tokens: Of the request, over all routers.
+        has_run: Whether there was a first token.
+        is_adopted: Whether another router had the request first.
+        num_adopted_tokens: Output tokens until then.
+
+    Returns:
+        Prompt and output tokens.
+    """
+    return (prompt_tokens if has_run and not is_adopted else 0), max(0, output_tokens - num_adopted_tokens)

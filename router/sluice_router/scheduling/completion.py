@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from sluice.v1 import control_pb2, sampling_pb2
 from sluice_core.slo import MET_NOTHING, RequestEnd, check_slo, compute_tpot_s
 from sluice_router.errors import OverloadError, RequestError, TakenOverError
+from sluice_router.owner_limits.usage import count_computed
 from sluice_router.scheduling import dispatch
 from sluice_router.scheduling.moves import migration
 from sluice_router.scheduling.requests import Finish, Usage
@@ -137,13 +138,15 @@ def _remove(state: RouterState, request: LiveRequest, num_output: int, now: floa
 
 
 def _settle(state: RouterState, request: LiveRequest, num_output: int, now: float) -> None:
-    """Counts the tokens that were computed for an owner, whatever the end; without a first token it is none.
-
-    Those of a request that another router had first count there, up to where this one went on.
-    """
+    """Counts what was computed for an owner, whatever the end."""
     has_run = request.first_token_s is not None
-    prompt_tokens = len(request.new.prompt_token_ids) if has_run and not request.is_adopted else 0
-    num_output = max(0, num_output - request.num_adopted_tokens)
+    prompt_tokens, num_output = count_computed(
+        len(request.new.prompt_token_ids),
+        num_output,
+        has_run=has_run,
+        is_adopted=request.is_adopted,
+        num_adopted_tokens=request.num_adopted_tokens,
+    )
     if request.reservation is not None:
         state.limiter.end(request.reservation, prompt_tokens + num_output, now)
     if request.new.owner and has_run:
