@@ -70,7 +70,7 @@ class GrantCommand(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     key: str
     num_tokens: int
     cause: str
-    ttl_s: float = 2.0
+    ttl_s: float
 
 
 class ReleaseGrantCommand(msgspec.Struct, frozen=True, kw_only=True, tag="release_grant"):

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from sluice_engine.core_messages import GrantCommand
 
 
+# Time to live of a grant, in seconds: from its answer until the request names it.
+GRANT_TTL_S = 2.0
+
+
 class BlockPool(Protocol):
     """What is used of ``vllm.v1.core.block_pool.BlockPool``."""
 

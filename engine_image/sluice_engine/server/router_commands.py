@@ -12,6 +12,7 @@ from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import sampling_pb2
 from sluice_engine import core_encoding, core_messages
 from sluice_engine.errors import SubmitRefusedError
+from sluice_engine.kv_transfer.grants import GRANT_TTL_S
 from sluice_engine.server import wire_conversion
 
 if TYPE_CHECKING:
@@ -177,7 +178,8 @@ class CoreCommands:
             session.send(wire.AttachResponse(grants=[wire.Grant(grant_id=grant.grant_id, reason="cause")]))
             return []
         key = session.make_grant_key(grant.grant_id)
-        return [core_messages.GrantCommand(key=key, num_tokens=grant.num_tokens, cause=cause)]
+        command = core_messages.GrantCommand(key=key, num_tokens=grant.num_tokens, cause=cause, ttl_s=GRANT_TTL_S)
+        return [command]
 
     def _make_offer(self, session: RouterSession, asked: wire.KvOfferRequest) -> list[core_messages.Command]:
         request = session.by_slot.get(asked.slot)
