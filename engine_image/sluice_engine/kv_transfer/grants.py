@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sluice_core.kv import KvBlocks
     from sluice_engine.core_messages import GrantCommand
 
-
 # Time to live of a grant, in seconds: from its answer until the request names it.
 GRANT_TTL_S = 2.0
 

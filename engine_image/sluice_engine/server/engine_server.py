@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 # Resolution of what happens by the clock, in seconds.
 TICK_S = 0.1
 
