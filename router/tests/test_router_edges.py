@@ -12,7 +12,7 @@ from migration_harness import PDD, TWO, check_end, start_on
 from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId
 from sluice_router.errors import NoEngineError, PlanRefusedError
-from sluice_router.scheduling import admission
+from sluice_router.scheduling import placement
 from sluice_router.settings import SchedulingLimits
 
 
@@ -33,7 +33,7 @@ def test_a_request_waits_as_long_as_it_may_and_no_longer():
 
 
 def test_the_queue_is_placed_again_once_the_interval_is_over(monkeypatch):
-    monkeypatch.setattr(admission, "ASSIGN_INTERVAL_S", 0.25)
+    monkeypatch.setattr(placement, "ASSIGN_INTERVAL_S", 0.25)
     harness = Harness({"d0": "D"}, plan=False)
     harness.router.apply_plan(make_plan({"d0": "D"}))
     harness.admit()
@@ -42,7 +42,7 @@ def test_the_queue_is_placed_again_once_the_interval_is_over(monkeypatch):
     start = harness.state.requests.last_assign_s
     for seconds in (0.125, 0.125):
         harness.clock.advance(seconds)
-        admission.assign_if_due(harness.state, harness.clock.now_s)
+        placement.assign_if_due(harness.state, harness.clock.now_s)
     assert placed == [start + 0.25]
 
 

@@ -10,17 +10,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from sluice_router.errors import EngineProtocolError, RouterError
-from sluice_router.scheduling import (
-    admission,
-    completion,
-    engine_health,
-    engine_messages,
-    engine_registry,
-    failover,
-    kept_prefills,
-    plan,
-)
-from sluice_router.scheduling.moves import migration
+from sluice_router.scheduling import admission, completion, failover, kept_prefills, placement, plan, wait_limits
+from sluice_router.scheduling.engines import engine_health, engine_messages, engine_registry
+from sluice_router.scheduling.moves import drain, migration
 from sluice_router.scheduling.requests import ServedModel
 from sluice_router.scheduling.resumption import adoption, claims, detachment
 from sluice_router.scheduling.status import control_status, gauges, readiness
@@ -121,7 +113,7 @@ class Router:
         now = self.now()
         try:
             adoption.adopt(self.state, found, request, response_stream, now, stop_at=stop_at)
-            admission.assign(self.state, now)
+            placement.assign(self.state, now)
         finally:
             self._act()
 
@@ -216,7 +208,7 @@ class Router:
         if engine_registry.note_fault(self.state, address, fault, now):
             logger.info("engine at %s: no stream: %s", address, fault)
         if has_held:
-            admission.assign(self.state, now)
+            placement.assign(self.state, now)
         self._act()
 
     def attach(
@@ -252,7 +244,7 @@ class Router:
             self._is_busy = False
         state.metrics.count("grpc_messages", "up")
         kept_prefills.place(state, now)
-        admission.assign_if_due(state, now)
+        placement.assign_if_due(state, now)
         self._act()
 
     def lose(self, engine: ConnectedEngine, fault: str) -> None:
@@ -260,7 +252,7 @@ class Router:
         now = self.now()
         failover.lose_engine(self.state, engine, "stream", now, fault=fault)
         kept_prefills.place(self.state, now)
-        admission.assign(self.state, now)
+        placement.assign(self.state, now)
         self._act()
 
     def tick(self) -> None:
@@ -277,17 +269,17 @@ class Router:
             migration.expire_grants(state, engine, now)
             failover.expire_pulls(state, engine, now)
             if engine.is_draining:
-                migration.drain(state, engine, now)
+                drain.drain(state, engine, now)
         failover.expire_resumes(state, now)
         claims.expire(state, now)
         detachment.expire(state, now)
         kept_prefills.expire(state, now)
         kept_prefills.place(state, now)
         engine_registry.recheck_refused(state)
-        admission.end_replaced(state, now)
-        admission.expire(state, now)
+        wait_limits.end_replaced(state, now)
+        wait_limits.expire(state, now)
         self._report_usage(now)
-        admission.assign_if_due(state, now)
+        placement.assign_if_due(state, now)
         control_status.note_progress(state.status, state.statistics, now)
         self._act()
 
@@ -298,7 +290,7 @@ class Router:
         try:
             plan.apply_plan(self.state, message)
             kept_prefills.place(self.state, self.now())
-            admission.assign(self.state, self.now())
+            placement.assign(self.state, self.now())
         finally:
             self._act()
 

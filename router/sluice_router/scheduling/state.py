@@ -289,10 +289,13 @@ class RouterState:
 OWNERS: dict[str, tuple[str, str]] = {
     # RequestQueues: a request enters at admission, waits while no engine owns it, and leaves once.
     "live": ("admission completion resumption/adoption", "a request enters with its admission and leaves with its end"),
-    "waiting": ("admission completion dispatch failover", "who gives a request an owner takes it out of the queue"),
+    "waiting": (
+        "admission completion dispatch failover placement",
+        "who gives a request an owner takes it out of the queue",
+    ),
     "awaiting_resume": ("completion dispatch failover", "resumed, recovered elsewhere, or ended meanwhile"),
     "kept": ("moves/migration", ""),
-    "deadlines": ("admission state", "state adds, admission takes those that have passed"),
+    "deadlines": ("state wait_limits", "state adds, wait_limits takes those that have passed"),
     "new": ("resumption/adoption", "a caller that comes back has another deadline"),
     "by_resume_key": ("admission completion resumption/adoption", "as live"),
     "claims": ("resumption/claims", ""),
@@ -302,18 +305,18 @@ OWNERS: dict[str, tuple[str, str]] = {
     ),
     "claim_results": ("resumption/claims", ""),
     "response_stream": ("resumption/adoption", "a client that resumes has another connection"),
-    "last_assign_s": ("admission", ""),
-    "held_s": ("admission", ""),
+    "last_assign_s": ("placement", ""),
+    "held_s": ("wait_limits", ""),
     # EnginePool
-    "connected": ("engine_registry failover", "a stream begins in the registry and is lost in failover"),
-    "endpoints": ("engine_registry", ""),
+    "connected": ("engines/engine_registry failover", "a stream begins in the registry and is lost in failover"),
+    "endpoints": ("engines/engine_registry", ""),
     "table": (
-        "admission completion engine_messages failover model_match moves/migration plan token_delivery",
+        "completion engines/engine_messages failover model_match moves/migration placement plan token_delivery",
         "the view of the policies: whoever submits, cancels, grants or hears a report says so there",
     ),
     "prefixes": ("prefixes", ""),
     # EngineEndpoint
-    "engine": ("engine_registry", ""),
+    "engine": ("engines/engine_registry", ""),
     # ActivePlan, and fields of the same name that hellos fix
     "plan": ("plan", ""),
     "policy": ("plan", ""),
@@ -354,10 +357,10 @@ OWNERS: dict[str, tuple[str, str]] = {
     "num_failed": ("completion", ""),
     "pending_resume": ("dispatch failover", "failover waits for the engine; the next owner ends the wait"),
     "waiting_since_s": ("dispatch", ""),
-    "wait_reason": ("admission dispatch", "the policy's reason; none yet when a request is queued again"),
-    "predicted_ttft_s": ("admission dispatch", "the policy's estimate; none when a request is queued again"),
-    "excluded": ("admission token_delivery", "an engine that returns a request is avoided until it is placed"),
-    "prompt_hashes": ("admission prefixes", "made when a request is placed, and not kept after that"),
+    "wait_reason": ("dispatch placement", "the policy's reason; none yet when a request is queued again"),
+    "predicted_ttft_s": ("dispatch placement", "the policy's estimate; none when a request is queued again"),
+    "excluded": ("placement token_delivery", "an engine that returns a request is avoided until it is placed"),
+    "prompt_hashes": ("placement prefixes", "made when a request is placed, and not kept after that"),
     # LiveRequest: its tokens
     "output_token_ids": ("resumption/adoption token_delivery", "tokens whose logprobs are lost are made once more"),
     "first_token_s": ("token_delivery", ""),
@@ -370,7 +373,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     # LiveRequest: what happened to it
     "migration": ("moves/migration", ""),
     "kept_kv": ("moves/migration", ""),
-    "route": ("admission moves/migration", "a placement plans the parts, and a move ends the first one"),
+    "route": ("moves/migration placement", "a placement plans the parts, and a move ends the first one"),
     "num_hand_offs": ("moves/migration", ""),
     "reset_at_tokens": ("moves/migration", ""),
     "moved_at_tokens": ("moves/migration", ""),
@@ -388,7 +391,10 @@ OWNERS: dict[str, tuple[str, str]] = {
     "has_token": ("token_delivery", ""),
     "is_aborted": ("dispatch", ""),
     "is_pinned": ("dispatch moves/migration resumption/adoption", "a hand-off pins the KV; its release frees it"),
-    "not_before_s": ("moves/migration", ""),
+    "not_before_s": (
+        "moves/drain moves/migration",
+        "the next proposal of a draining engine's decode, and the next request for a kept prefill's room",
+    ),
     "phase": ("moves/migration", ""),
     "submitted_s": ("moves/migration", ""),
     "offer_id": ("moves/kv_copies", ""),
@@ -397,18 +403,21 @@ OWNERS: dict[str, tuple[str, str]] = {
     "num_copied_tokens": ("moves/migration", ""),
     "target": ("moves/migration", ""),
     # ConnectedEngine: what it says
-    "last_heard_s": ("engine_messages router", "each message; the router adds its own pauses"),
-    "progress_s": ("engine_health engine_messages router", "each report; an idle engine makes progress by being idle"),
-    "load": ("engine_messages", ""),
-    "num_iterations": ("engine_messages", ""),
+    "last_heard_s": ("engines/engine_messages router", "each message; the router adds its own pauses"),
+    "progress_s": (
+        "engines/engine_health engines/engine_messages router",
+        "each report; an idle engine makes progress by being idle",
+    ),
+    "load": ("engines/engine_messages", ""),
+    "num_iterations": ("engines/engine_messages", ""),
     "prefix_sequence": ("prefixes", ""),
     "last_fault": (
-        "engine_messages engine_registry failover model_match plan",
+        "engines/engine_messages engines/engine_registry failover model_match plan",
         "for people: whoever finds a fault of an engine or its address says so",
     ),
     # ConnectedEngine: what it shall do
     "status": (
-        "engine_health failover model_match",
+        "engines/engine_health failover model_match",
         "lost in failover, refused with its model, draining and drained by its reports",
     ),
     "role": ("plan", ""),

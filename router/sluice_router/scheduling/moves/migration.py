@@ -27,7 +27,7 @@ from sluice_router.scheduling.moves import kv_copies
 if TYPE_CHECKING:
     from sluice.v1 import engine_pb2
     from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Submission
-    from sluice_router.scheduling.state import EnginePool, RouterOutbox, RouterState
+    from sluice_router.scheduling.state import RouterOutbox, RouterState
 
 
 # Before a finished prefill that an engine has refused room asks again: about an iteration of a decode engine.
@@ -92,26 +92,6 @@ def propose_first_decode(state: RouterState, submission: Submission, now: float)
     policy = state.active.policy
     if policy is not None and policy.moves_first_decode(submission.engine.role, state.engines.table):
         propose(state, submission, MoveCause.PREFILL_DONE, now)
-
-
-def drain(state: RouterState, engine: ConnectedEngine, now: float) -> None:
-    """Moves decodes off a draining engine: proposes them again until they find a target, or recomputes them."""
-    # Nobody can read the KV of the last engine of its fingerprint, as in a roll that changes dtype or block size.
-    is_last = _is_last_of_its_fingerprint(state.engines, engine)
-    for submission in list(engine.slots):
-        if (
-            submission is None
-            or submission.request is None
-            or not submission.has_token
-            or submission.request.migration is not None
-        ):
-            continue
-        if now >= submission.not_before_s:
-            submission.not_before_s = now + state.limits.drain_retry_s
-            if is_last:
-                _recompute_elsewhere(state, submission, submission.request, now)
-            else:
-                propose(state, submission, MoveCause.DRAIN, now)
 
 
 def record_blocked(state: RouterState, submission: Submission, cause: MoveCause, reason: str, now: float) -> None:
@@ -410,20 +390,6 @@ def _pick_target(
     if target.fingerprint != source.fingerprint:
         return None, "fingerprint"
     return (target, "") if target.migrations_in < cap else (None, "target_busy")
-
-
-def _is_last_of_its_fingerprint(engines: EnginePool, engine: ConnectedEngine) -> bool:
-    """Whether engines take requests over, and none of them can read this one's KV."""
-    usable = [engines.connected[item.engine_id] for item in engines.table if not item.is_draining]
-    others = [other for other in usable if other is not engine]
-    return bool(others) and all(other.fingerprint != engine.fingerprint for other in others)
-
-
-def _recompute_elsewhere(state: RouterState, submission: Submission, request: LiveRequest, now: float) -> None:
-    """Takes a request off a draining engine; no engine has failed, so that this does not count against the request."""
-    dispatch.withdraw(state, submission, request, "fingerprint", now)
-    state.metrics.count("recoveries", "fingerprint")
-    dispatch.enqueue(state.requests, request, now)
 
 
 def _ask_for_grant(

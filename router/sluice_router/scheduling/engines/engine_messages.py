@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_core.records import EngineId
-from sluice_router.scheduling import engine_health, plan, prefixes, token_delivery, wire_conversion
+from sluice_router.scheduling import plan, prefixes, token_delivery, wire_conversion
+from sluice_router.scheduling.engines import engine_health
 from sluice_router.scheduling.moves import migration
 from sluice_router.scheduling.resumption import claims
 

@@ -1,0 +1,64 @@
+"""How long requests may wait: the caller's deadline, the longest wait for an engine, and longer where they are held."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import TYPE_CHECKING
+
+from sluice_router.errors import MIN_RETRY_S, DeadlineError, NoEngineError
+from sluice_router.scheduling import completion
+
+if TYPE_CHECKING:
+    from sluice_router.scheduling.entities import LiveRequest
+    from sluice_router.scheduling.state import RouterState
+
+
+def expire(state: RouterState, now: float) -> None:
+    """Ends requests whose deadline has passed, or that waited for an engine as long as they may."""
+    while state.requests.deadlines and state.requests.deadlines[0][0] <= now:
+        _, request_id = heapq.heappop(state.requests.deadlines)
+        request = state.requests.live.get(request_id)
+        # A caller that came back has another deadline than at first.
+        if request is not None and request.new.deadline_s is not None and request.new.deadline_s <= now:
+            late = f"the caller's deadline passed after {now - request.new.arrival_s:.1f} s"
+            completion.fail(state, request, DeadlineError(late), now)
+    queues = state.requests
+    limit_s = _note_hold(state, now)
+    for request in [item for item in queues.waiting.values() if _waited_s(state, item, now) >= limit_s]:
+        why = request.wait_reason or "no_engine"
+        message = f"no engine took the request within {limit_s:g} s ({why})"
+        # An outage of unknown length is expected to last as long again as it has lasted.
+        error = NoEngineError(message, retry_after_s=max(MIN_RETRY_S, now - request.waiting_since_s))
+        completion.fail(state, request, error, now)
+
+
+def _note_hold(state: RouterState, now: float) -> float:
+    """Notes that requests are held, if they are; returns how long one may wait, in seconds."""
+    limit_s = state.limits.wait_limit_s
+    if not state.active.is_holding or state.active.plan is None:
+        return limit_s
+    state.requests.held_s = now
+    return max(limit_s, state.active.plan.hold_s)
+
+
+def _waited_s(state: RouterState, request: LiveRequest, now: float) -> float:
+    """How long a request has waited; once there are engines again, since then."""
+    held_s = -math.inf if state.active.is_holding else state.requests.held_s
+    return now - max(request.waiting_since_s, held_s)
+
+
+def end_replaced(state: RouterState, now: float) -> None:
+    """Ends what waits for an engine of a model that has been replaced, once none of its engines is left.
+
+    Another model's engine would go on with other tokens than the client has, and answer under this one's name.
+    """
+    plan = state.active.plan
+    if plan is None or not state.model_id or next(iter(plan.served_models), state.model_id) == state.model_id:
+        return
+    if any(not engine.serves_other_model(state.model_id) for engine in state.engines.connected.values()):
+        return
+    for request in list(state.requests.waiting.values()):
+        if request.request_id not in state.requests.awaiting_resume:
+            message = "the model of this request has been replaced, and no engine of it is left; send the request again"
+            completion.fail(state, request, NoEngineError(message, retry_after_s=MIN_RETRY_S), now)
