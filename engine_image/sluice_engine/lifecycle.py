@@ -22,6 +22,7 @@ from sluice_engine.server.grpc_server import read_certificates, start_grpc
 from sluice_engine.server.probes import start_http
 from sluice_engine.server.request_builder import VllmRequestBuilder
 from sluice_engine.startup import identity, launch
+from sluice_engine.startup.vllm_config import make_vllm_config
 from sluice_engine.startup.warm_up import WarmUp
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def run(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
     # Before the model is loaded: that takes minutes.
     certificates = read_certificates(settings)
     epoch = identity.make_epoch()
-    config = launch.make_vllm_config(settings, epoch)
+    config = make_vllm_config(settings, epoch)
     client = launch.start_core(config)
     in_use = transport_in_use.find_transport(settings, log)
     transport_in_use.check_transport(settings, in_use)

@@ -189,7 +189,7 @@ class Engine:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
-        from sluice_engine.startup.launch import GRAMMAR_BACKEND
+        from sluice_engine.startup.vllm_config import GRAMMAR_BACKEND
 
         self._num_requests += 1
         request_id = f"{self.name}-{self._num_requests}"

@@ -38,7 +38,7 @@ def import_vllm() -> SimpleNamespace:
 
         from sluice_engine.emulation import emulated_executor, emulated_tokens
         from sluice_engine.scheduling import scheduler
-        from sluice_engine.startup import launch
+        from sluice_engine.startup import vllm_config
     return SimpleNamespace(
         sampling_params=sampling_params,
         engine=engine,
@@ -47,7 +47,7 @@ def import_vllm() -> SimpleNamespace:
         emulated_executor=emulated_executor,
         emulated_tokens=emulated_tokens,
         scheduler=scheduler,
-        launch=launch,
+        vllm_config=vllm_config,
     )
 
 
@@ -172,7 +172,7 @@ class PlayedEngine:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                config = vllm.launch.make_vllm_config(settings, 1)
+                config = vllm.vllm_config.make_vllm_config(settings, 1)
                 self.core = vllm.core.EngineCore(config, vllm.abstract.Executor.get_class(config), log_stats=False)
         finally:
             emulated_executor.KvPort, scheduler.die_with_parent = real

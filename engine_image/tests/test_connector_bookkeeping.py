@@ -20,11 +20,11 @@ def nixl() -> Any:
 
 
 @pytest.fixture(scope="module")
-def resume() -> Any:
+def output_replay() -> Any:
     engine_harness.import_vllm()
     from sluice_engine.kv_transfer import output_replay  # noqa: PLC0415
 
-    return resume
+    return output_replay
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_a_hand_off_marks_the_request_for_a_reader(nixl: Any) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "stats"), [([], "kept"), ([5, 6], None)])
-def test_earlier_output_becomes_the_requests_own(tokens: list[int], stats: str | None, resume: Any) -> None:
+def test_earlier_output_becomes_the_requests_own(tokens: list[int], stats: str | None, output_replay: Any) -> None:
     output: list[int] = []
     request = SimpleNamespace(append_output_token_ids=output.extend, prefill_stats="kept")
     output_replay.restore_output(request, tokens)
@@ -103,7 +103,7 @@ def test_earlier_output_becomes_the_requests_own(tokens: list[int], stats: str |
     [([], False, False, []), ([5, 6], True, False, [("r", [5, 6])]), ([5, 6], False, True, [("r", [5, 6])])],
 )
 def test_a_grammar_is_brought_to_where_the_output_is(
-    tokens: list[int], *, fits: bool, is_refused: bool, asked: list[tuple[str, list[int]]], resume: Any
+    tokens: list[int], *, fits: bool, is_refused: bool, asked: list[tuple[str, list[int]]], output_replay: Any
 ) -> None:
     calls: list[tuple[str, list[int]]] = []
 
@@ -121,7 +121,7 @@ def test_a_grammar_is_brought_to_where_the_output_is(
     assert calls == asked
 
 
-def test_a_seeded_generator_goes_on_where_its_output_ends(resume: Any) -> None:
+def test_a_seeded_generator_goes_on_where_its_output_ends(output_replay: Any) -> None:
     import torch  # noqa: PLC0415
 
     def draw(generator: Any) -> int:

@@ -109,8 +109,10 @@ def vllm_side():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from sluice_engine.server import request_builder  # noqa: PLC0415
-        from sluice_engine.startup import identity, launch  # noqa: PLC0415
-    return SimpleNamespace(identity=identity, launch=launch, request_builder=request_builder)
+        from sluice_engine.startup import identity, launch, vllm_config  # noqa: PLC0415
+    return SimpleNamespace(
+        identity=identity, launch=launch, request_builder=request_builder, vllm_config=vllm_config
+    )
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +128,7 @@ def builder(vllm_side, tiny_model: Path) -> VllmRequestBuilder:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = vllm_side.launch.make_vllm_config(settings, 1)
+        config = vllm_side.vllm_config.make_vllm_config(settings, 1)
         tokenizer = vllm_side.launch.load_tokenizer(config)
     return vllm_side.request_builder.VllmRequestBuilder(config, tokenizer)
 
@@ -316,7 +318,7 @@ def test_no_two_starts_have_one_epoch(vllm_side):
 @pytest.mark.parametrize("given", [{}, {"OMP_NUM_THREADS": "4", "VLLM_NO_USAGE_STATS": "0", "UCX_NET_DEVICES": "eth0"}])
 def test_engines_report_nothing_home_and_share_cores_unless_the_user_says_otherwise(vllm_side, monkeypatch, given):
     environment = {"VLLM_CPU_KVCACHE_SPACE": "40", **given}
-    monkeypatch.setattr(vllm_side.launch.os, "environ", environment)
+    monkeypatch.setattr(vllm_side.vllm_config.os, "environ", environment)
     settings = EngineSettings(
         engine_id="e",
         port=1,
@@ -328,14 +330,14 @@ def test_engines_report_nothing_home_and_share_cores_unless_the_user_says_otherw
         start_timeout_s=90.0,
         emulation={"gpu": "a100-80g"},
     )
-    vllm_side.launch.set_environment(settings)
+    vllm_side.vllm_config.set_environment(settings)
     assert environment == {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": "3",
         "VLLM_ENGINE_READY_TIMEOUT_S": "90",
         "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "UCX_TCP_USER_TIMEOUT": vllm_side.launch.PEER_TIMEOUT,
+        "UCX_TCP_USER_TIMEOUT": vllm_side.vllm_config.PEER_TIMEOUT,
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "UCX_NET_DEVICES": "lo",

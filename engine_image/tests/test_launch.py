@@ -55,6 +55,15 @@ def launch() -> Any:
     return launch
 
 
+@pytest.fixture(scope="module")
+def vllm_config() -> Any:
+    """The module, which imports vLLM, whose warnings are its own affair."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sluice_engine.startup import vllm_config  # noqa: PLC0415
+    return vllm_config
+
+
 def make_settings(**fields: Any) -> EngineSettings:
     return EngineSettings(**{**FIELDS, **fields})
 
@@ -66,8 +75,8 @@ def split(arguments: dict[str, Any]) -> tuple[dict[str, Any], Any, Any, Any]:
     return arguments, *records
 
 
-def test_an_engine_on_the_cpu_computes_in_its_own_process(launch) -> None:
-    plain, transfer, events, structured = split(launch.vllm_arguments(make_settings(), 0xABC))
+def test_an_engine_on_the_cpu_computes_in_its_own_process(vllm_config) -> None:
+    plain, transfer, events, structured = split(vllm_config.vllm_arguments(make_settings(), 0xABC))
     assert plain == {
         **COMMON,
         "dtype": "float32",
@@ -87,7 +96,7 @@ def test_an_engine_on_the_cpu_computes_in_its_own_process(launch) -> None:
     assert structured.backend == "guidance"
 
 
-def test_what_the_user_asks_for_is_in_the_arguments(launch) -> None:
+def test_what_the_user_asks_for_is_in_the_arguments(vllm_config) -> None:
     settings = make_settings(
         dtype="bfloat16",
         block_size=64,
@@ -99,7 +108,7 @@ def test_what_the_user_asks_for_is_in_the_arguments(launch) -> None:
         kv_poll_us=7,
         kv_backend="LIBFABRIC",
     )
-    plain, transfer, _, _ = split(launch.vllm_arguments(settings, 1))
+    plain, transfer, _, _ = split(vllm_config.vllm_arguments(settings, 1))
     asked = {
         "dtype": "bfloat16",
         "block_size": 64,
@@ -114,17 +123,17 @@ def test_what_the_user_asks_for_is_in_the_arguments(launch) -> None:
     assert transfer.kv_connector_extra_config["sluice_progress_delay_us"] == 7
 
 
-def test_an_engine_on_a_gpu_keeps_vllms_defaults(launch, monkeypatch) -> None:
-    monkeypatch.setattr(launch, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    plain, transfer, _, _ = split(launch.vllm_arguments(make_settings(), 1))
+def test_an_engine_on_a_gpu_keeps_vllms_defaults(vllm_config, monkeypatch) -> None:
+    monkeypatch.setattr(vllm_config, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    plain, transfer, _, _ = split(vllm_config.vllm_arguments(make_settings(), 1))
     assert plain == {**COMMON, "scheduler_cls": ASYNC_SCHEDULER}
     assert transfer.kv_buffer_device == "cuda"
-    assert not launch.is_forked(make_settings())
+    assert not vllm_config.is_forked(make_settings())
 
 
-def test_an_emulated_gpu_is_scheduled_as_one_and_loads_nothing(launch, tiny_model: Path) -> None:
+def test_an_emulated_gpu_is_scheduled_as_one_and_loads_nothing(vllm_config, tiny_model: Path) -> None:
     settings = make_settings(model=str(tiny_model), emulation={"base_s": 0.03, "chunk_s": 0.05})
-    plain, transfer, _, _ = split(launch.vllm_arguments(settings, 1))
+    plain, transfer, _, _ = split(vllm_config.vllm_arguments(settings, 1))
     emulation = plain.pop("additional_config")
     assert plain == {
         **COMMON,
@@ -137,20 +146,20 @@ def test_an_emulated_gpu_is_scheduled_as_one_and_loads_nothing(launch, tiny_mode
         "async_scheduling": True,
         "distributed_executor_backend": "sluice_engine.emulation.emulated_executor.EmulatedExecutor",
     }
-    assert emulation == {launch.emulated_gpu_profile.CONFIG_KEY: settings.emulation.model_dump()}
+    assert emulation == {vllm_config.emulated_gpu_profile.CONFIG_KEY: settings.emulation.model_dump()}
     assert (transfer.kv_connector, transfer.kv_connector_module_path, transfer.kv_connector_extra_config) == (
         "EmulatedConnector",
         "sluice_engine.emulation.emulated_kv_transfer",
         {"host": "127.0.0.1", "port": 3},
     )
-    assert launch.is_forked(settings)
+    assert vllm_config.is_forked(settings)
 
 
-def test_our_arguments_win_over_the_users_and_these_over_vllms(launch, tiny_model: Path) -> None:
+def test_our_arguments_win_over_the_users_and_these_over_vllms(vllm_config, tiny_model: Path) -> None:
     own = {"model": str(tiny_model), "max_num_seqs": 5, "enforce_eager": True}
-    merged = launch.merge_arguments(("--max-num-seqs", "9", "--seed", "7"), own)
+    merged = vllm_config.merge_arguments(("--max-num-seqs", "9", "--seed", "7"), own)
     assert (merged.model, merged.max_num_seqs, merged.enforce_eager, merged.seed) == (str(tiny_model), 5, True, 7)
-    assert launch.merge_arguments((), own).max_num_seqs == 5
+    assert vllm_config.merge_arguments((), own).max_num_seqs == 5
 
 
 @pytest.mark.parametrize("option", ["port", "metrics_port", "kv_port"])
@@ -207,27 +216,27 @@ def test_a_tokenizer_is_loaded_where_there_is_one(launch, monkeypatch) -> None:
     assert found == [None, "tokenizer of m"]
 
 
-def test_a_configuration_that_vllm_refuses_is_said(launch, monkeypatch) -> None:
-    monkeypatch.setattr(launch, "set_environment", lambda _settings: None)
-    monkeypatch.setattr(launch.model_classes, "register_classes", lambda _model: None)
+def test_a_configuration_that_vllm_refuses_is_said(vllm_config, monkeypatch) -> None:
+    monkeypatch.setattr(vllm_config, "set_environment", lambda _settings: None)
+    monkeypatch.setattr(vllm_config.model_classes, "register_classes", lambda _model: None)
 
     class Arguments:
         @staticmethod
         def create_engine_config() -> None:
             raise ValueError("too small")
 
-    monkeypatch.setattr(launch, "merge_arguments", lambda _user, _own: Arguments)
+    monkeypatch.setattr(vllm_config, "merge_arguments", lambda _user, _own: Arguments)
     with pytest.raises(StartError, match="vLLM refuses the configuration: too small"):
-        launch.make_vllm_config(make_settings(), 1)
+        vllm_config.make_vllm_config(make_settings(), 1)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "10.0.0.1"])
 @pytest.mark.parametrize("is_cpu", [True, False])
-def test_the_environment_is_that_of_the_machine(launch, monkeypatch, host, is_cpu, tmp_path) -> None:
+def test_the_environment_is_that_of_the_machine(vllm_config, monkeypatch, host, is_cpu, tmp_path) -> None:
     environment = {"VLLM_CPU_KVCACHE_SPACE": "40"}
-    monkeypatch.setattr(launch.os, "environ", environment)
-    monkeypatch.setattr(launch, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
-    launch.set_environment(make_settings(kv_host=host, model=str(tmp_path)))
+    monkeypatch.setattr(vllm_config.os, "environ", environment)
+    monkeypatch.setattr(vllm_config, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
+    vllm_config.set_environment(make_settings(kv_host=host, model=str(tmp_path)))
     assert ("UCX_NET_DEVICES" in environment) == (host != "10.0.0.1")
     assert ("OMP_NUM_THREADS" in environment) == is_cpu
     assert ("VLLM_CPU_KVCACHE_SPACE" in environment) != is_cpu
@@ -237,14 +246,14 @@ def test_the_environment_is_that_of_the_machine(launch, monkeypatch, host, is_cp
 
 
 @pytest.fixture(scope="module")
-def resume() -> Any:
+def output_replay() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from sluice_engine.kv_transfer import output_replay  # noqa: PLC0415
-    return resume
+    return output_replay
 
 
-def make_state(resume: Any, output: list[int], extras: dict[str, Any] | None, generator: Any) -> Any:
+def make_state(output_replay: Any, output: list[int], extras: dict[str, Any] | None, generator: Any) -> Any:
     from vllm.sampling_params import SamplingParams  # noqa: PLC0415
 
     parameters = SamplingParams(seed=5)
@@ -261,17 +270,17 @@ def make_state(resume: Any, output: list[int], extras: dict[str, Any] | None, ge
     )
 
 
-def test_a_runner_knows_the_tokens_that_were_made_elsewhere(resume) -> None:
+def test_a_runner_knows_the_tokens_that_were_made_elsewhere(output_replay) -> None:
     brought = {"sluice": {"output_token_ids": [7, 8]}}
-    assert make_state(resume, [], brought, None).output_token_ids == [7, 8]
-    assert make_state(resume, [9], brought, None).output_token_ids == [9]
-    assert make_state(resume, [], None, None).output_token_ids == []
-    assert make_state(resume, [], {}, None).generator is None
+    assert make_state(output_replay, [], brought, None).output_token_ids == [7, 8]
+    assert make_state(output_replay, [9], brought, None).output_token_ids == [9]
+    assert make_state(output_replay, [], None, None).output_token_ids == []
+    assert make_state(output_replay, [], {}, None).generator is None
 
 
-def test_a_gpus_generator_and_a_request_that_samples_nothing_stay_as_they_are(resume) -> None:
+def test_a_gpus_generator_and_a_request_that_samples_nothing_stay_as_they_are(output_replay) -> None:
     generator = SimpleNamespace(device=SimpleNamespace(type="cuda"))
-    assert make_state(resume, [], None, generator).generator is generator
+    assert make_state(output_replay, [], None, generator).generator is generator
     state = output_replay.ResumedRequestState(
         req_id="r",
         prompt_token_ids=[1, 2],
@@ -285,7 +294,7 @@ def test_a_gpus_generator_and_a_request_that_samples_nothing_stay_as_they_are(re
     assert state.output_token_ids == []
 
 
-def test_a_seeded_request_draws_on_where_it_was(resume) -> None:
+def test_a_seeded_request_draws_on_where_it_was(output_replay) -> None:
     import torch  # noqa: PLC0415
 
     def draw(generator: Any) -> int:
@@ -293,12 +302,12 @@ def test_a_seeded_request_draws_on_where_it_was(resume) -> None:
 
     whole = torch.Generator(device="cpu").manual_seed(5)
     draws = [draw(whole) for _ in range(4)]
-    state = make_state(resume, [], {"sluice": {"output_token_ids": [7, 8]}}, torch.Generator(device="cpu"))
+    state = make_state(output_replay, [], {"sluice": {"output_token_ids": [7, 8]}}, torch.Generator(device="cpu"))
     generator = state.generator
     assert [draw(generator), draw(generator)] == draws[2:]
     # A sample that is discarded is drawn again.
     assert generator.get_offset() == 0
     generator.set_offset(4)
     assert draw(generator) == draws[2]
-    fresh = make_state(resume, [], None, torch.Generator(device="cpu"))
+    fresh = make_state(output_replay, [], None, torch.Generator(device="cpu"))
     assert [draw(fresh.generator) for _ in range(4)] == draws
