@@ -28,13 +28,14 @@ from sluice_core.latency import OnlineLatencyModel
 from sluice_router.api import control_service
 from sluice_router.api.grpc_api import GrpcApi, join_address
 from sluice_router.api.http.http_api import HttpApi
-from sluice_router.api.http.info_endpoints import METRICS_PATH, PROBE_PATHS, InfoEndpoints
+from sluice_router.api.http.info_endpoints import METRICS_PATH, InfoEndpoints
 from sluice_router.engines import discovery
 from sluice_router.engines.engine_connections import EngineConnections
 from sluice_router.errors import MIN_RETRY_S, PlanRefusedError, ShuttingDownError
 from sluice_router.observability.request_traces import make_request_traces
 from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
+from sluice_router.security.access_control import PROBE_PATHS
 from sluice_router.security.tls import RouterSecurity
 from sluice_router.settings import load_profile
 from sluice_router.text.tokenizer import ModelText

@@ -9,7 +9,8 @@ from fake_engine import make_plan
 from sluice.v1 import plan_pb2
 from sluice_core.records import OwnerLimits
 from sluice_router.errors import NotAllowedError, OwnerLimitError, PlanRefusedError
-from sluice_router.owner_limits.limiter import SILENCE_S, OwnerLimiter, Peer
+from sluice_router.owner_limits.limiter import OwnerLimiter
+from sluice_router.owner_limits.peers import SILENCE_S, Peer
 
 ONE = {"d0": "D"}
 NOW = 1000.0

@@ -9,6 +9,8 @@ from sluice_router.api.openai_requests import FieldError
 if TYPE_CHECKING:
     from sluice_router.api.openai_requests import SamplingFields
 
+# OpenAI's default for completions; chats go up to the model's length.
+DEFAULT_COMPLETION_TOKENS = 16
 # When not even the model's length is known.
 LAST_RESORT_OUTPUT_TOKENS = 16
 # Validating and rendering so many takes the event loop about 20 ms.

@@ -21,13 +21,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from sluice_core.records import OwnerLimits
+    from sluice_router.owner_limits.peers import Peer
 
 # Stands for each owner that has no limits of its own.
 OTHERS = "*"
 # How late a router hears what another one has used, at most: two intervals of its reports, and the way.
 NEWS_DELAY_S = 0.25
-# A peer that is silent for so long is not heard of.
-SILENCE_S = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,27 +40,6 @@ class LocalUsage(OwnerUsage):
 
     recent: deque[tuple[float, int]] = field(default_factory=deque)
     dirty: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True, kw_only=True)
-class Peer:
-    """What another router has used.
-
-    Args:
-        heard_s: When it was last heard of.
-        offset: This router's count of seconds less the peer's.
-        number: Of its last report.
-        owners: Its usage.
-    """
-
-    heard_s: float
-    offset: int = 0
-    number: int = 0
-    owners: dict[str, OwnerUsage] = field(default_factory=dict)
-
-    def is_heard(self, now: float) -> bool:
-        """Whether its news comes in time."""
-        return now - self.heard_s <= SILENCE_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from sluice.v1 import engine_pb2
-from sluice_router.owner_limits.limiter import Peer
+from sluice_router.owner_limits.peers import Peer
 from sluice_router.owner_limits.usage import NUM_BUCKETS, OwnerUsage
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Shortest time between two reports; with the router's tick and the way it stays below limiter.NEWS_DELAY_S.
 REPORT_INTERVAL_S = 0.1
-# Longest silence, well below limiter.SILENCE_S.
+# Longest silence, well below peers.SILENCE_S.
 HEARTBEAT_S = 1.0
 NUM_RELAYS = 2
 

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from sluice_router.security.api_keys import ApiKeys
     from sluice_router.security.jwt_tokens import JwtVerifier
 
+# What says whether and how the router runs, and nothing about requests: open to those who have no key.
+PROBE_PATHS = frozenset({"/health", "/livez", "/readyz"})
+
 
 class OwnerFinder(Protocol):
     """Knows who sends a request."""

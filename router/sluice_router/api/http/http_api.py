@@ -21,7 +21,8 @@ from sluice_router.api.http.http_errors import REASON_HEADER, refuse
 from sluice_router.api.http.http_generation import HttpGeneration
 from sluice_router.api.http.http_resumption import ResumableAnswers, asks_for_resumable
 from sluice_router.api.http.http_stream import SERVER
-from sluice_router.api.http.info_endpoints import METRICS_PATH, PROBE_PATHS, InfoEndpoints
+from sluice_router.api.http.info_endpoints import METRICS_PATH, InfoEndpoints
+from sluice_router.api.length_limits import DEFAULT_COMPLETION_TOKENS
 from sluice_router.api.objectives import CAPABILITY_HEADER, read_objectives
 from sluice_router.api.openai_requests import ChatBody, FieldError, parse_chat, parse_completion
 from sluice_router.api.request_ids import check_request_id, choose_shown_id
@@ -29,7 +30,7 @@ from sluice_router.api.request_preparation import Caller, RequestPreparer, to_ro
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import InvalidRequestError, RouterError, UnsupportedEndpointError
 from sluice_router.observability.request_traces import read_trace_headers
-from sluice_router.security.access_control import OPEN_ACCESS
+from sluice_router.security.access_control import OPEN_ACCESS, PROBE_PATHS
 from sluice_router.security.cors import CorsPolicy
 from sluice_router.settings import HttpSettings
 
@@ -51,8 +52,6 @@ MAX_IGNORED_CHARACTERS = 1024  # of the header that names ignored fields
 OWNER = web.RequestKey("owner", str)
 # Where a request keeps the router's id of it, once it has one.
 REQUEST_ID = web.RequestKey("request_id", str)
-# OpenAI's default for completions; chats go up to the model's length.
-DEFAULT_COMPLETION_TOKENS = 16
 SWEEP_INTERVAL_S = 0.5
 ACCEPT_BACKLOG = 4096
 # uvloop accepts one connection per listener and loop iteration, which takes milliseconds under load: with one listener

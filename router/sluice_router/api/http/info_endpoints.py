@@ -29,8 +29,6 @@ DISTRIBUTION = "sluice-serve"
 MAX_QUOTED_ID_CHARACTERS = 128
 
 
-# What says whether and how the router runs, and nothing about requests: open to those who have no key.
-PROBE_PATHS = frozenset({"/health", "/livez", "/readyz"})
 
 
 class InfoEndpoints:
