@@ -110,9 +110,7 @@ def vllm_side():
         warnings.simplefilter("ignore")
         from sluice_engine.server import request_builder  # noqa: PLC0415
         from sluice_engine.startup import identity, launch, vllm_config  # noqa: PLC0415
-    return SimpleNamespace(
-        identity=identity, launch=launch, request_builder=request_builder, vllm_config=vllm_config
-    )
+    return SimpleNamespace(identity=identity, launch=launch, request_builder=request_builder, vllm_config=vllm_config)
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def test_the_queue_is_placed_again_once_the_interval_is_over(monkeypatch):
     harness.router.apply_plan(make_plan({"d0": "D"}))
     harness.admit()
     placed = []
-    monkeypatch.setattr(admission, "assign", lambda _state, now: placed.append(now))
+    monkeypatch.setattr(placement, "assign", lambda _state, now: placed.append(now))
     start = harness.state.requests.last_assign_s
     for seconds in (0.125, 0.125):
         harness.clock.advance(seconds)

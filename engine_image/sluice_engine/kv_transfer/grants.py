@@ -1,7 +1,7 @@
 """Grants: room for requests that are on their way to this engine, whether there is any, and how they come to use it.
 
-Without grants, two full engines that hand requests over to each other stop for ever. A grant takes real KV blocks out of
-vLLM's pool at once, so that no two routers are promised the same block. States::
+Without grants, two full engines that hand requests over to each other stop for ever. A grant takes real KV blocks out
+of vLLM's pool at once, so that no two routers are promised the same block. States::
 
     open     reserved for a key; lapses after its time to live
     claimed  a request named the key; kept until that request is admitted or ends

@@ -146,5 +146,3 @@ def _register(state: RouterState, request: LiveRequest, now: float) -> None:
         new.slo_class,
         request.priority,
     )
-
-

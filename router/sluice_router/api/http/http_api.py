@@ -332,6 +332,7 @@ class HttpApi:
             trace_headers=read_trace_headers(request.headers),
         )
 
+
 def _listen(host: str, port: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = socket.create_server(address[:2], family=family, backlog=ACCEPT_BACKLOG)

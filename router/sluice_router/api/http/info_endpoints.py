@@ -29,8 +29,6 @@ DISTRIBUTION = "sluice-serve"
 MAX_QUOTED_ID_CHARACTERS = 128
 
 
-
-
 class InfoEndpoints:
     """Everything served with GET.
 
