@@ -34,7 +34,7 @@ def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
         message: The plan.
 
     Raises:
-        PlanRefusedError: The plan in force submissions; names the field, the value and the limit.
+        PlanRefusedError: The plan in force stays; the message names the field, the value and the limit.
     """
     try:
         _check_newer(state.active.plan, message)

@@ -94,7 +94,7 @@ def load_from(report: engine_pb2.LoadReport, iteration_remaining_s: float) -> En
 
 
 def plan_from(plan: plan_pb2.Plan) -> Plan:
-    """Reads a plan that ``plan.check_plan`` has accepted."""
+    """Reads a plan that ``plan.apply_plan`` has checked."""
     strategy = get_strategy(plan.strategy)
     return Plan(
         cluster_uid=plan.cluster_uid,
