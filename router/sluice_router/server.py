@@ -14,8 +14,8 @@ import random
 import signal
 import time
 import uuid
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc
 from aiohttp import web
@@ -37,13 +37,8 @@ from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
 from sluice_router.security.access_control import PROBE_PATHS
 from sluice_router.security.tls import RouterSecurity
-from sluice_router.settings import load_profile
+from sluice_router.settings import RouterSettings, load_profile
 from sluice_router.text.tokenizer import ModelText
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
-    from sluice_router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
 

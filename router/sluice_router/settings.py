@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Self
+from collections.abc import Mapping, Sequence
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from sluice_core.latency import IterationProfile
 from sluice_core.latency.known_gpus import parse_gpus
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.slo import ROUTER_WAIT_LIMIT_S
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from sluice_core.latency import IterationProfile
 
 
 class SchedulingLimits(BaseModel):

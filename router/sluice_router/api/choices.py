@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from sluice.v1 import sampling_pb2
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sluice_core.records import RequestId
-    from sluice_router.scheduling.requests import NewRequest
-    from sluice_router.text.output import OutputSettings
+from sluice_core.records import RequestId
+from sluice_router.scheduling.requests import NewRequest
+from sluice_router.text.output import OutputSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

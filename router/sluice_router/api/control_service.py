@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+
+import grpc
 
 from sluice.v1 import control_pb2, control_pb2_grpc
 from sluice_core.records import EngineId
 from sluice_router.errors import PlanRefusedError
-
-if TYPE_CHECKING:
-    import grpc
-
-    from sluice_router.scheduling.router import Router
+from sluice_router.scheduling.router import Router
 
 # Longest wait of a long poll (control.proto).
 MAX_POLL_S = 60.0

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sluice.grpc_credentials import make_server_credentials
 from sluice.v1 import resume_pb2, router_pb2, router_pb2_grpc
+from sluice_core.records import RequestId
 from sluice_router.api import grpc_fields
+from sluice_router.api.choices import PreparedRequest
+from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.grpc_response_stream import GrpcResponseStream
 from sluice_router.api.objectives import CAPABILITY_HEADER, RESUMABLE_HEADER, read_objectives
 from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, SluiceOptions, check
@@ -25,23 +29,12 @@ from sluice_router.api.resumption.claimed_answers import claim_answer, prepare_f
 from sluice_router.error_statuses import error_status_of
 from sluice_router.errors import InvalidRequestError, RouterError
 from sluice_router.observability.request_traces import read_trace_headers
-from sluice_router.scheduling.requests import Finish
-from sluice_router.security.access_control import OPEN_ACCESS
+from sluice_router.scheduling.requests import DataPlane, Finish
+from sluice_router.security.access_control import OPEN_ACCESS, ClientAccess, OwnerFinder
 from sluice_router.text.output import Output
+from sluice_router.text.tokenizer import ModelText
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from google.protobuf.message import Message
-
-    from sluice_core.records import RequestId
-    from sluice_router.api.choices import PreparedRequest
-    from sluice_router.api.edge_metrics import EdgeMetrics
-    from sluice_router.scheduling.requests import DataPlane
-    from sluice_router.security.access_control import ClientAccess, OwnerFinder
-    from sluice_router.text.tokenizer import ModelText
-
-    Context = grpc.aio.ServicerContext[router_pb2.GenerateRequest, router_pb2.GenerateResponse]
+Context = grpc.aio.ServicerContext[router_pb2.GenerateRequest, router_pb2.GenerateResponse]
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 HEALTH_INTERVAL_S = 0.2

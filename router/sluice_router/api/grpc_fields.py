@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from sluice.v1 import router_pb2
 from sluice.wire_fields import constraint_names, read_constraint, read_sampling
 from sluice_router.api.openai_requests import FieldError, quote
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from sluice_router.errors import RouterError
-    from sluice_router.scheduling.requests import Finish, Usage
-    from sluice_router.text.output import Delta
+from sluice_router.errors import RouterError
+from sluice_router.scheduling.requests import Finish, Usage
+from sluice_router.text.output import Delta
 
 _PATH_HEAD = re.compile(r"[a-z_]+")
 # Where a field of an HTTP body is not the proto's field of the same name in ``GenerateRequest.sampling``.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sluice_router.api.slow_readers import SlowReaders
-    from sluice_router.errors import RouterError
-    from sluice_router.scheduling.requests import Finish
-    from sluice_router.text.output import Delta, Output
+from sluice_router.api.slow_readers import SlowReaders
+from sluice_router.errors import RouterError
+from sluice_router.scheduling.requests import Finish
+from sluice_router.text.output import Delta, Output
 
 
 class GrpcResponseStream:

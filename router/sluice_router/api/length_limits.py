@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sluice_router.api.openai_requests import FieldError
-
-if TYPE_CHECKING:
-    from sluice_router.api.openai_requests import SamplingFields
+from sluice_router.api.openai_requests import FieldError, SamplingFields
 
 # OpenAI's default for completions; chats go up to the model's length.
 DEFAULT_COMPLETION_TOKENS = 16

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from sluice.v1 import engine_pb2
-    from sluice_router.text.output import Delta
-    from sluice_router.text.tokenizer import ModelText
+from sluice.v1 import engine_pb2
+from sluice_router.text.output import Delta
+from sluice_router.text.tokenizer import ModelText
 
 # JSON has no infinity; vLLM and OpenAI answer this instead.
 LEAST_LOGPROB = -9999.0

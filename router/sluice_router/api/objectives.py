@@ -5,8 +5,8 @@ Precedence: the plan's default, the class, the headers, the body; the last one g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sluice_router.api.openai_requests import (
     MAX_NAME_CHARACTERS,
@@ -17,9 +17,6 @@ from sluice_router.api.openai_requests import (
     SluiceOptions,
     quote,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 TTFT_HEADERS = ("x-sluice-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 TPOT_HEADERS = ("x-sluice-slo-tpot-ms", "x-llm-d-slo-tpot-ms")

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from json.encoder import encode_basestring
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from sluice.v1 import sampling_pb2
 from sluice_router.api.logprobs import format_chat_logprobs, format_completion_logprobs
-from sluice_router.scheduling.requests import Usage
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sluice_router.scheduling.requests import Finish
-    from sluice_router.text.output import Delta, OutputSettings
-    from sluice_router.text.tokenizer import ModelText
+from sluice_router.scheduling.requests import Finish, Usage
+from sluice_router.text.output import Delta, OutputSettings
+from sluice_router.text.tokenizer import ModelText
 
 DONE = b"data: [DONE]\n\n"
 CONTENT_TYPE = "text/event-stream; charset=utf-8"

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from sluice_core.records import RequestId
 from sluice_router.api.openai_requests import FieldError, quote
-
-if TYPE_CHECKING:
-    from sluice_core.records import RequestId
 
 MAX_REQUEST_ID_CHARACTERS = 128
 

@@ -6,29 +6,24 @@ import asyncio
 import json
 import time
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sluice.v1 import sampling_pb2
+from sluice_core.records import RequestId
 from sluice_router.api.choices import PreparedRequest, list_choices
+from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.length_limits import check_num_characters, check_prompt_size, limit_output
-from sluice_router.api.openai_requests import VLLM_DEFAULTS, FieldError, quote
+from sluice_router.api.objectives import RequestObjectives
+from sluice_router.api.openai_requests import VLLM_DEFAULTS, ChatBody, CompletionBody, FieldError, SamplingFields, quote
 from sluice_router.api.structured_output import check_constraint, find_constraint
 from sluice_router.errors import InvalidRequestError, ModelNotFoundError
 from sluice_router.event_loop_bursts import BurstQueue
-from sluice_router.scheduling.requests import NewRequest
+from sluice_router.scheduling.requests import DataPlane, NewRequest
 from sluice_router.text.chat_template import ChatTemplateError
 from sluice_router.text.output import OutputSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from sluice_core.records import RequestId
-    from sluice_router.api.edge_metrics import EdgeMetrics
-    from sluice_router.api.objectives import RequestObjectives
-    from sluice_router.api.openai_requests import ChatBody, CompletionBody, SamplingFields
-    from sluice_router.scheduling.requests import DataPlane
-    from sluice_router.text.tokenizer import ModelText
+from sluice_router.text.tokenizer import ModelText
 
 # Sampling fields that need more than the value of the body, the model or vLLM.
 _RESOLVED_FIELDS = frozenset({"max_tokens", "stop_token_ids", "logit_bias", "num_logprobs", "structured_output"})

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jsonschema
 
 from sluice.v1 import sampling_pb2
 from sluice.wire_fields import constraint_names
-from sluice_router.api.openai_requests import MAX_STRUCTURE_CHARACTERS, FieldError, quote
+from sluice_router.api.openai_requests import MAX_STRUCTURE_CHARACTERS, FieldError, SamplingFields, quote
 from sluice_router.text.grammar_check import GrammarError, check_expansion, check_grammar
-
-if TYPE_CHECKING:
-    from sluice_router.api.openai_requests import SamplingFields
 
 # Of the library's reason for a refusal.
 MAX_REASON_CHARACTERS = 200

@@ -9,11 +9,9 @@ import asyncio
 import json
 import logging
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Protocol
 
 logger = logging.getLogger(__name__)
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+import random
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from sluice.v1 import engine_pb2
-from sluice_router.engines.engine_stream import EngineStream, StreamEndedError, connect
+from sluice_core.records import EngineId
+from sluice_router.engines.engine_stream import EngineStream, PeerTls, StreamEndedError, connect
 from sluice_router.event_loop_bursts import BurstQueue
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
-
-    from sluice_core.records import EngineId
-    from sluice_router.engines.engine_stream import PeerTls
-    from sluice_router.observability.metrics import EngineTraffic
+from sluice_router.observability.metrics import EngineTraffic
 
 logger = logging.getLogger(__name__)
 

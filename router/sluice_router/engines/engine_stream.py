@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 from urllib.parse import unquote
 
 import grpc
@@ -20,6 +22,7 @@ from h2.errors import ErrorCodes
 from h2.events import (
     ConnectionTerminated,
     DataReceived,
+    Event,
     ResponseReceived,
     StreamEnded,
     StreamReset,
@@ -29,15 +32,8 @@ from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 
 from sluice.v1 import engine_pb2
-
-if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Callable, Iterable
-
-    from h2.events import Event
-
-    from sluice_router.event_loop_bursts import BurstQueue
-    from sluice_router.observability.metrics import EngineTraffic
+from sluice_router.event_loop_bursts import BurstQueue
+from sluice_router.observability.metrics import EngineTraffic
 
 logger = logging.getLogger(__name__)
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sluice_core.records import RequestId
+from sluice_core.scheduling.placement_records import PlacementRecord
 from sluice_core.scheduling.placement_records import explain as explain_placement
-
-if TYPE_CHECKING:
-    from sluice_core.records import RequestId
-    from sluice_core.scheduling.placement_records import PlacementRecord
-    from sluice_router.observability.request_traces import RequestTraces
+from sluice_router.observability.request_traces import RequestTraces
 
 # Names of the values of each kind of event.
 FIELDS: dict[str, tuple[str, ...]] = {

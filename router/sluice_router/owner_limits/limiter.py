@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from sluice_core.records import OwnerLimits
 from sluice_router.errors import MIN_RETRY_S, OwnerLimitError
+from sluice_router.owner_limits.peers import Peer
 from sluice_router.owner_limits.usage import OwnerUsage
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from sluice_core.records import OwnerLimits
-    from sluice_router.owner_limits.peers import Peer
 
 # Stands for each owner that has no limits of its own.
 OTHERS = "*"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sluice_router.owner_limits.usage import OwnerUsage
+from sluice_router.owner_limits.usage import OwnerUsage
 
 # A peer that is silent for so long is not heard of, in seconds.
 SILENCE_S = 3.0

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
+from sluice_core.records import OwnerLimits, SloClass
 from sluice_router.errors import NotAllowedError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from sluice_core.records import OwnerLimits, SloClass
 
 
 def check_class(

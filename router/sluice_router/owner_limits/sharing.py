@@ -7,19 +7,15 @@ added, so that it does no harm twice, or from two engines.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from sluice.v1 import engine_pb2
+from sluice_router.owner_limits.limiter import LocalUsage, OwnerLimiter
 from sluice_router.owner_limits.peers import Peer
 from sluice_router.owner_limits.usage import NUM_BUCKETS, OwnerUsage
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from typing import TypeVar
-
-    from sluice_router.owner_limits.limiter import LocalUsage, OwnerLimiter
-
-    Relay = TypeVar("Relay")
+Relay = TypeVar("Relay")
 
 # Shortest time between two reports; with the router's tick and the way it stays below limiter.NEWS_DELAY_S.
 REPORT_INTERVAL_S = 0.1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from sluice_core.records import Slo
+from sluice_core.records import Plan, Slo, SloClass
 from sluice_router.errors import (
     MIN_RETRY_S,
     InvalidRequestError,
@@ -14,14 +12,11 @@ from sluice_router.errors import (
     ShuttingDownError,
 )
 from sluice_router.owner_limits import permissions
+from sluice_router.owner_limits.limiter import Reservation
 from sluice_router.scheduling import completion, placement, wire_conversion
 from sluice_router.scheduling.entities import LiveRequest
-
-if TYPE_CHECKING:
-    from sluice_core.records import Plan, SloClass
-    from sluice_router.owner_limits.limiter import Reservation
-    from sluice_router.scheduling.requests import NewRequest, ResponseStream
-    from sluice_router.scheduling.state import RouterState
+from sluice_router.scheduling.requests import NewRequest, ResponseStream
+from sluice_router.scheduling.state import RouterState
 
 
 def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, now: float) -> None:

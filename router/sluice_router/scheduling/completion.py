@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sluice.v1 import control_pb2, sampling_pb2
-from sluice_core.slo import MET_NOTHING, RequestEnd, check_slo, compute_tpot_s
-from sluice_router.errors import OverloadError, RequestError, TakenOverError
+from sluice_core.slo import MET_NOTHING, RequestEnd, SloOutcome, check_slo, compute_tpot_s
+from sluice_router.errors import OverloadError, OwnerLimitError, RequestError, RouterError, TakenOverError
+from sluice_router.observability.metrics import RouterMetrics
 from sluice_router.owner_limits.usage import count_computed
 from sluice_router.scheduling import dispatch
+from sluice_router.scheduling.entities import LiveRequest
 from sluice_router.scheduling.moves import migration
-from sluice_router.scheduling.requests import Finish, Usage
-
-if TYPE_CHECKING:
-    from sluice_core.slo import SloOutcome
-    from sluice_router.errors import OwnerLimitError, RouterError
-    from sluice_router.observability.metrics import RouterMetrics
-    from sluice_router.scheduling.entities import LiveRequest
-    from sluice_router.scheduling.requests import NewRequest
-    from sluice_router.scheduling.state import RequestStatistics, RouterState
+from sluice_router.scheduling.requests import Finish, NewRequest, Usage
+from sluice_router.scheduling.state import RequestStatistics, RouterState
 
 _RESULTS = {sampling_pb2.FINISH_REASON_STOP: "stop", sampling_pb2.FINISH_REASON_LENGTH: "length"}
 

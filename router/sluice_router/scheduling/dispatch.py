@@ -6,16 +6,11 @@ back, ``enqueue`` lets it wait. Tokens of a former owner are dropped, because it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from sluice.v1 import engine_pb2
+from sluice_router.observability.decision_log import DecisionLog
 from sluice_router.scheduling import wire_conversion
-from sluice_router.scheduling.entities import Submission
-
-if TYPE_CHECKING:
-    from sluice.v1 import engine_pb2
-    from sluice_router.observability.decision_log import DecisionLog
-    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, PendingResume
-    from sluice_router.scheduling.state import RequestQueues, RouterOutbox, RouterState
+from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, PendingResume, Submission
+from sluice_router.scheduling.state import RequestQueues, RouterOutbox, RouterState
 
 
 def submit(

@@ -9,18 +9,14 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, engine_pb2
-from sluice_router.observability.metrics import EngineTraffic
-
-if TYPE_CHECKING:
-    from sluice_core.records import EngineId, Leg, MoveCause, RequestId, Role, Slo
-    from sluice_core.scheduling.engine_table import EngineConfig
-    from sluice_router.observability.metrics import Histogram
-    from sluice_router.owner_limits.limiter import Reservation
-    from sluice_router.scheduling.requests import ClaimTaker, NewRequest, ResponseStream
-    from sluice_router.text.prompt_hashes import PrefixScheme, PromptHashes
+from sluice_core.records import EngineId, Leg, MoveCause, RequestId, Role, Slo
+from sluice_core.scheduling.engine_table import EngineConfig
+from sluice_router.observability.metrics import EngineTraffic, Histogram
+from sluice_router.owner_limits.limiter import Reservation
+from sluice_router.scheduling.requests import ClaimTaker, NewRequest, ResponseStream
+from sluice_router.text.prompt_hashes import PrefixScheme, PromptHashes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-from sluice.v1 import control_pb2, sampling_pb2
-from sluice_core.records import RequestId
+from sluice.v1 import control_pb2, engine_pb2, sampling_pb2
+from sluice_core.records import EngineId, RequestId
 from sluice_router.errors import EngineFaultError
 from sluice_router.scheduling import completion, dispatch, prefixes
-from sluice_router.scheduling.entities import MigrationPhase, PendingResume
+from sluice_router.scheduling.entities import (
+    ConnectedEngine,
+    LiveRequest,
+    Migration,
+    MigrationPhase,
+    PendingResume,
+    Submission,
+)
 from sluice_router.scheduling.moves import migration
 from sluice_router.scheduling.resumption import claims
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from sluice.v1 import engine_pb2
-    from sluice_core.records import EngineId
-    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Migration, Submission
-    from sluice_router.scheduling.state import RouterState
+from sluice_router.scheduling.state import RouterState
 
 # A stream that broke or went silent says nothing about the engine behind it, which may go on with its requests.
 RESUMABLE = frozenset({"stream", "silence"})

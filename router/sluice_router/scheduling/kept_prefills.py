@@ -7,13 +7,9 @@ Source: DistServe (arXiv:2401.09670), section 4.3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sluice_router.scheduling import failover
 from sluice_router.scheduling.moves import migration
-
-if TYPE_CHECKING:
-    from sluice_router.scheduling.state import RouterState
+from sluice_router.scheduling.state import RouterState
 
 
 def place(state: RouterState, now: float) -> None:

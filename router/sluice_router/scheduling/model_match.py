@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sluice.v1 import control_pb2
-
-if TYPE_CHECKING:
-    from sluice_router.scheduling.entities import ConnectedEngine
-    from sluice_router.scheduling.state import ActivePlan, EnginePool, RouterState
+from sluice_router.scheduling.entities import ConnectedEngine
+from sluice_router.scheduling.state import ActivePlan, EnginePool, RouterState
 
 
 def check_model(state: RouterState, engine: ConnectedEngine) -> None:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from sluice_core.records import Hold, Place, PrefillRequest
-from sluice_core.scheduling.waiting_order import select_urgent
+from sluice_core.records import EngineId, Hold, Place, PrefillRequest
+from sluice_core.scheduling.engine_table import EngineTable
+from sluice_core.scheduling.waiting_order import Urgency, select_urgent
+from sluice_core.strategies.interface import RouterPolicy
 from sluice_router.errors import SloInfeasibleError
 from sluice_router.scheduling import completion, dispatch, prefixes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sluice_core.records import EngineId
-    from sluice_core.scheduling.engine_table import EngineTable
-    from sluice_core.scheduling.waiting_order import Urgency
-    from sluice_core.strategies.interface import RouterPolicy
-    from sluice_router.scheduling.entities import LiveRequest
-    from sluice_router.scheduling.state import EnginePool, RequestQueues, RouterState
+from sluice_router.scheduling.entities import LiveRequest
+from sluice_router.scheduling.state import EnginePool, RequestQueues, RouterState
 
 # Shortest time between two placements of the whole queue, and most requests placed at once: bounds the loop's pauses.
 ASSIGN_INTERVAL_S = 0.005

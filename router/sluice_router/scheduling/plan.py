@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+import random
 
-from sluice.v1 import control_pb2, plan_pb2
+from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_core.records import EnginePlan, Plan, Role
+from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.strategies import get_strategy
 from sluice_router.errors import PlanRefusedError
 from sluice_router.scheduling import model_match, wire_conversion
-
-if TYPE_CHECKING:
-    import random
-
-    from sluice.v1 import engine_pb2
-    from sluice_core.scheduling.engine_table import EngineTable
-    from sluice_router.scheduling.entities import ConnectedEngine
-    from sluice_router.scheduling.state import ActivePlan, RouterState
+from sluice_router.scheduling.entities import ConnectedEngine
+from sluice_router.scheduling.state import ActivePlan, RouterState
 
 _UNLIMITED = 2**31 - 1
 

@@ -5,17 +5,13 @@ Hashes are made only as far as some engine has them, so that a prompt that nobod
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from sluice.v1 import engine_pb2
+from sluice_core.records import EngineId
 from sluice_core.scheduling.prefix_index import PrefixIndex
 from sluice_router.errors import EngineProtocolError
+from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest
+from sluice_router.scheduling.state import EnginePool
 from sluice_router.text.prompt_hashes import PromptHashes
-
-if TYPE_CHECKING:
-    from sluice.v1 import engine_pb2
-    from sluice_core.records import EngineId
-    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest
-    from sluice_router.scheduling.state import EnginePool
 
 # Blocks hashed at first, and by how many times more each time that all so far are known.
 FIRST_BLOCKS, GROWTH = 1, 8

@@ -8,21 +8,18 @@ admitted ── waiting ── running ──► finished | failed | cancelled
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry
 
 from sluice.v1 import engine_pb2, sampling_pb2
+from sluice_core.records import RequestId
+from sluice_router.errors import RouterError
 
-if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Callable, Mapping
-
-    from prometheus_client import CollectorRegistry
-
-    from sluice_core.records import RequestId
-    from sluice_router.errors import RouterError
-
-    ClaimTaker = Callable[["FoundRequest | RouterError"], None]
+ClaimTaker = Callable[["FoundRequest | RouterError"], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
+from sluice.v1 import control_pb2, engine_pb2, plan_pb2
+from sluice_core.records import EngineId, RequestId
 from sluice_router.errors import EngineProtocolError, RouterError
+from sluice_router.observability.metrics import EngineTraffic
 from sluice_router.scheduling import admission, completion, failover, kept_prefills, placement, plan, wait_limits
 from sluice_router.scheduling.engines import engine_health, engine_messages, engine_registry
+from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest
 from sluice_router.scheduling.moves import drain, migration
-from sluice_router.scheduling.requests import ServedModel
+from sluice_router.scheduling.requests import ClaimTaker, FoundRequest, NewRequest, ResponseStream, ServedModel
 from sluice_router.scheduling.resumption import adoption, claims, detachment
+from sluice_router.scheduling.state import RouterState
 from sluice_router.scheduling.status import control_status, gauges, readiness
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sluice.v1 import control_pb2, engine_pb2, plan_pb2
-    from sluice_core.records import EngineId, RequestId
-    from sluice_router.observability.metrics import EngineTraffic
-    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest
-    from sluice_router.scheduling.requests import ClaimTaker, FoundRequest, NewRequest, ResponseStream
-    from sluice_router.scheduling.state import RouterState
 
 logger = logging.getLogger(__name__)
 

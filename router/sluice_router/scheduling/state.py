@@ -7,34 +7,29 @@ streams gather in the ``RouterOutbox``, and ``router.Router`` carries them out o
 from __future__ import annotations
 
 import heapq
+import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, engine_pb2
-from sluice_core.records import RequestId
+from sluice_core.latency import LatencyModel
+from sluice_core.records import EngineId, Plan, RequestId
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.fair_share import FairShare
+from sluice_core.scheduling.prefix_index import PrefixIndex
 from sluice_core.slo import AttainmentCounters
+from sluice_core.strategies.interface import RouterPolicy
+from sluice_router.errors import RouterError
 from sluice_router.observability.decision_log import DecisionLog
 from sluice_router.observability.metrics import RouterMetrics
+from sluice_router.observability.request_traces import RequestTraces
 from sluice_router.owner_limits.limiter import OwnerLimiter
 from sluice_router.owner_limits.sharing import UsageSharing
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
-
-    from sluice_core.latency import LatencyModel
-    from sluice_core.records import EngineId, Plan
-    from sluice_core.scheduling.prefix_index import PrefixIndex
-    from sluice_core.strategies.interface import RouterPolicy
-    from sluice_router.errors import RouterError
-    from sluice_router.observability.request_traces import RequestTraces
-    from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint, LiveRequest, PendingClaim, Submission
-    from sluice_router.scheduling.requests import ClaimTaker, Finish, FoundRequest, NewRequest, ResponseStream
-    from sluice_router.settings import SchedulingLimits
-    from sluice_router.text.prompt_hashes import PrefixScheme
+from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint, LiveRequest, PendingClaim, Submission
+from sluice_router.scheduling.requests import ClaimTaker, Finish, FoundRequest, NewRequest, ResponseStream
+from sluice_router.settings import SchedulingLimits
+from sluice_router.text.prompt_hashes import PrefixScheme
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,19 +6,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
-from sluice.v1 import sampling_pb2
+from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_router.errors import EngineFaultError, EngineProtocolError, InvalidRequestError, TakenOverError
 from sluice_router.scheduling import completion, dispatch, failover
-from sluice_router.scheduling.entities import MigrationPhase
+from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, MigrationPhase, Submission
 from sluice_router.scheduling.moves import migration
 from sluice_router.scheduling.resumption import adoption
-
-if TYPE_CHECKING:
-    from sluice.v1 import engine_pb2
-    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Submission
-    from sluice_router.scheduling.state import RouterState
+from sluice_router.scheduling.state import RouterState
 
 logger = logging.getLogger(__name__)
 

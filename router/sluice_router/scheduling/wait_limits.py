@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import TYPE_CHECKING
 
 from sluice_router.errors import MIN_RETRY_S, DeadlineError, NoEngineError
 from sluice_router.scheduling import completion
-
-if TYPE_CHECKING:
-    from sluice_router.scheduling.entities import LiveRequest
-    from sluice_router.scheduling.state import RouterState
+from sluice_router.scheduling.entities import LiveRequest
+from sluice_router.scheduling.state import RouterState
 
 
 def expire(state: RouterState, now: float) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-from sluice.v1 import engine_pb2, plan_pb2
+from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice.wire_fields import names_by_value
 from sluice_core.records import (
     EngineId,
@@ -21,11 +20,8 @@ from sluice_core.records import (
 )
 from sluice_core.scheduling.engine_table import EngineConfig
 from sluice_core.strategies import get_strategy
+from sluice_router.scheduling.entities import LiveRequest
 from sluice_router.text.prompt_hashes import PrefixScheme
-
-if TYPE_CHECKING:
-    from sluice.v1 import sampling_pb2
-    from sluice_router.scheduling.entities import LiveRequest
 
 # The core's enums by the wire's: members of one name.
 ROLES = {value: Role[name] for value, name in names_by_value(plan_pb2.Role).items()}

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from sluice_router.security.api_keys import read_bearer
-
-if TYPE_CHECKING:
-    from sluice.certificate_rotation import CertificateFolder
-    from sluice_router.security.api_keys import ApiKeys
-    from sluice_router.security.jwt_tokens import JwtVerifier
+from sluice.certificate_rotation import CertificateFolder
+from sluice_router.security.api_keys import ApiKeys, read_bearer
+from sluice_router.security.jwt_tokens import JwtVerifier
 
 # What says whether and how the router runs, and nothing about requests: open to those who have no key.
 PROBE_PATHS = frozenset({"/health", "/livez", "/readyz"})

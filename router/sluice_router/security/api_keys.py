@@ -12,13 +12,10 @@ import logging
 import os
 import re
 import secrets
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from sluice.certificates import find_version, stamp_folder
 from sluice_router.errors import MIN_RETRY_S, KeysUnavailableError, UnauthenticatedError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,9 @@ Browsers send API keys in a header and no cookies, so that credentials need not 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from aiohttp import web
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 ANY = "*"
 METHODS = "GET, HEAD, POST"

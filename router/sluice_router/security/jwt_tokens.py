@@ -10,21 +10,18 @@ import asyncio
 import hashlib
 import logging
 import re
+import ssl
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import jwt
 
 from sluice_router.errors import MIN_RETRY_S, KeysUnavailableError, UnauthenticatedError
-
-if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Callable
-
-    from sluice_router.settings import JwtSettings
+from sluice_router.settings import JwtSettings
 
 logger = logging.getLogger(__name__)
 

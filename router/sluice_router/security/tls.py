@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from prometheus_client.core import GaugeMetricFamily
+import grpc
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from sluice.certificate_rotation import CertificateFolder, keep_fresh
 from sluice.certificates import make_client_context
@@ -15,14 +16,7 @@ from sluice_router.engines.engine_stream import ALPN, PeerTls
 from sluice_router.security.access_control import ClientAccess, TokensOrKeys
 from sluice_router.security.api_keys import ApiKeys
 from sluice_router.security.jwt_tokens import JwtVerifier
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import grpc
-    from prometheus_client.core import Metric
-
-    from sluice_router.settings import RouterSettings
+from sluice_router.settings import RouterSettings
 
 
 class PeerSecurity:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import jinja2
 import jinja2.ext
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from jinja2.parser import Parser
 
 DEFAULT_NAME = "default"
 TOOL_NAME = "tool_use"

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import codecs
 import random
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
+from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from tokenizers import Tokenizer
 
 # Raised by DecodeStream where a tokenizer's decoding is not monotonic (vllm#17448).
 INVALID_PREFIX = "Invalid prefix encountered"

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from sluice.v1 import engine_pb2
 from sluice_router.text.stop_strings import StopStrings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sluice.v1 import engine_pb2
-    from sluice_router.text.tokenizer import ModelText
+from sluice_router.text.tokenizer import ModelText
 
 # Memory of one token's logprobs without alternatives, and of one alternative, while a client is paused; estimates.
 LOGPROB_BYTES = 120

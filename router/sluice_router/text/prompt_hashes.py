@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from hashlib import sha256
 from pickle import dumps
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from array import array
+from typing import NamedTuple
 
 # vLLM hashes what it pickles, with the highest protocol of the Pythons that it supports.
 PICKLE_PROTOCOL = 5

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -14,10 +16,6 @@ from sluice.wire_fields import optional_numbers
 from sluice_router.text.chat_template import ChatTemplate
 from sluice_router.text.detokenizer import Detokenizer, DetokenizerFactory
 from sluice_router.text.tokenizer_cache import KnownWords, can_cut
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 # About 256 tokens of text; below it the thread costs more than it saves.
 MAX_INLINE_CHARACTERS = 1024

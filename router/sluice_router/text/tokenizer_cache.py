@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tokenizers import models
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 # Finding spaces first and looking around them afterwards takes two thirds of the time.
 CUT = re.compile(r" (?<=\S )(?=\S)")

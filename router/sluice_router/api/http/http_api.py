@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from typing import TYPE_CHECKING
+import ssl
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
 from sluice.certificates import load_chain, make_server_context
 from sluice_core.records import RequestId
+from sluice_router.api.choices import PreparedRequest
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.http.http_body import read_body
 from sluice_router.api.http.http_connection import ConnectionSettings, EdgeServer, EdgeSite, connection_of
@@ -24,27 +26,19 @@ from sluice_router.api.http.http_stream import SERVER
 from sluice_router.api.http.info_endpoints import METRICS_PATH, InfoEndpoints
 from sluice_router.api.length_limits import DEFAULT_COMPLETION_TOKENS
 from sluice_router.api.objectives import CAPABILITY_HEADER, read_objectives
-from sluice_router.api.openai_requests import ChatBody, FieldError, parse_chat, parse_completion
+from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, parse_chat, parse_completion
 from sluice_router.api.request_ids import check_request_id, choose_shown_id
 from sluice_router.api.request_preparation import Caller, RequestPreparer, to_router_error
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import InvalidRequestError, RouterError, UnsupportedEndpointError
 from sluice_router.observability.request_traces import read_trace_headers
-from sluice_router.security.access_control import OPEN_ACCESS, PROBE_PATHS
+from sluice_router.scheduling.requests import DataPlane
+from sluice_router.security.access_control import OPEN_ACCESS, PROBE_PATHS, ClientAccess
 from sluice_router.security.cors import CorsPolicy
 from sluice_router.settings import HttpSettings
+from sluice_router.text.tokenizer import ModelText
 
-if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Awaitable, Callable
-
-    from sluice_router.api.choices import PreparedRequest
-    from sluice_router.api.openai_requests import CompletionBody
-    from sluice_router.scheduling.requests import DataPlane
-    from sluice_router.security.access_control import ClientAccess
-    from sluice_router.text.tokenizer import ModelText
-
-    Handler = Callable[[web.BaseRequest, float], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.BaseRequest, float], Awaitable[web.StreamResponse]]
 
 REQUEST_ID_HEADER = "x-request-id"
 MAX_IGNORED_CHARACTERS = 1024  # of the header that names ignored fields

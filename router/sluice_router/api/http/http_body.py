@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
@@ -11,9 +10,7 @@ from aiohttp.http import HttpVersion11
 from sluice_router.api.http.http_connection import CONTINUE
 from sluice_router.api.openai_requests import FieldError, quote
 from sluice_router.errors import BodyTooLargeError, DeadlineError, InvalidRequestError
-
-if TYPE_CHECKING:
-    from sluice_router.settings import HttpSettings
+from sluice_router.settings import HttpSettings
 
 # What bodies may be packed with; nothing is the usual case.
 ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})

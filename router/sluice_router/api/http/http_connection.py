@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http import HttpVersion11, RawRequestMessage
 
 from sluice_router.api.http.http_errors import format_error
+from sluice_router.api.http.response_streams import ClientStream, SseResponseStream
 from sluice_router.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from aiohttp import StreamReader
-
-    from sluice_router.api.http.response_streams import ClientStream, SseResponseStream
 
 # State of a connection in Linux's tcp_info once the peer has reset it.
 TCP_CLOSED = 7

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
 from sluice_router.api.openai_responses import DONE
 from sluice_router.error_statuses import error_status_of
-from sluice_router.errors import UnauthenticatedError
-
-if TYPE_CHECKING:
-    from sluice_router.errors import RouterError
+from sluice_router.errors import RouterError, UnauthenticatedError
 
 REASON_HEADER = "x-sluice-reason"
 

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from sluice_router.api import openai_responses
+from sluice_router.api.choices import PreparedRequest
 from sluice_router.api.http.http_connection import connection_of
-from sluice_router.api.http.http_stream import WrittenResponse, comment_until_news, open_stream
+from sluice_router.api.http.http_stream import HttpStream, WrittenResponse, comment_until_news, open_stream
 from sluice_router.api.http.response_streams import AnswerProgress, SseResponseStream, WholeAnswer, WholeResponseStream
-from sluice_router.api.openai_requests import ChatBody
+from sluice_router.api.openai_requests import ChatBody, CompletionBody
+from sluice_router.api.slow_readers import SlowReaders
+from sluice_router.scheduling.requests import DataPlane, ResponseStream
 from sluice_router.text.output import Output
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from sluice_router.api.choices import PreparedRequest
-    from sluice_router.api.http.http_stream import HttpStream
-    from sluice_router.api.openai_requests import CompletionBody
-    from sluice_router.api.slow_readers import SlowReaders
-    from sluice_router.scheduling.requests import DataPlane, ResponseStream
-    from sluice_router.text.tokenizer import ModelText
+from sluice_router.text.tokenizer import ModelText
 
 
 class HttpGeneration:

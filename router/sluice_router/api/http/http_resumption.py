@@ -7,31 +7,26 @@ goes on at any router.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from aiohttp import web
 
 from sluice.v1 import resume_pb2
+from sluice_core.records import RequestId
 from sluice_router.api import openai_responses
+from sluice_router.api.choices import PreparedRequest
+from sluice_router.api.http.http_generation import HttpGeneration
 from sluice_router.api.http.response_streams import AnswerProgress, ResumableStream
 from sluice_router.api.objectives import CAPABILITY_HEADER, RESUMABLE_HEADER
-from sluice_router.api.openai_requests import ChatBody, FieldError, quote
+from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, quote
 from sluice_router.api.resumption.answer_states import AnswerIdentity, make_resumable, read_state, restore_request
 from sluice_router.api.resumption.claimed_answers import claim_answer, prepare_found, replay
 from sluice_router.api.resumption.stream_positions import LAST_EVENT_ID_HEADER, NumberedFormat, read_position
+from sluice_router.api.slow_readers import SlowReaders
+from sluice_router.scheduling.requests import DataPlane
 from sluice_router.text.output import Output
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from aiohttp import web
-
-    from sluice_core.records import RequestId
-    from sluice_router.api.choices import PreparedRequest
-    from sluice_router.api.http.http_generation import HttpGeneration
-    from sluice_router.api.openai_requests import CompletionBody
-    from sluice_router.api.slow_readers import SlowReaders
-    from sluice_router.scheduling.requests import DataPlane
-    from sluice_router.text.tokenizer import ModelText
+from sluice_router.text.tokenizer import ModelText
 
 FORMS = {False: resume_pb2.ANSWER_FORM_COMPLETION, True: resume_pb2.ANSWER_FORM_CHAT}
 

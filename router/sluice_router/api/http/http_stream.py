@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from aiohttp import web
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion11
 
 from sluice_router.api.http.http_connection import connection_of
+from sluice_router.api.http.response_streams import AnswerProgress
 from sluice_router.api.openai_responses import CONTENT_TYPE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sluice_router.api.http.response_streams import AnswerProgress
 
 # Of an answer that waits for the first engine: readers of server-sent events skip lines that begin with a colon.
 HELD_COMMENT = b": waiting for an engine\n\n"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
@@ -14,12 +15,8 @@ from sluice_router.errors import (
     InvalidRequestError,
     ModelNotFoundError,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sluice_router.scheduling.requests import DataPlane
-    from sluice_router.text.tokenizer import ModelText
+from sluice_router.scheduling.requests import DataPlane
+from sluice_router.text.tokenizer import ModelText
 
 MODELS_PREFIX = "/v1/models/"
 DEBUG_PREFIX = "/debug/requests/"

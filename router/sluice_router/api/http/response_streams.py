@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from sluice_router.api.http.http_errors import format_error_event
-from sluice_router.api.openai_responses import add_usages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sluice_router.api.openai_responses import AnswerFormat
-    from sluice_router.api.slow_readers import SlowReaders
-    from sluice_router.errors import RouterError
-    from sluice_router.scheduling.requests import Finish, Usage
-    from sluice_router.text.output import Output
+from sluice_router.api.openai_responses import AnswerFormat, add_usages
+from sluice_router.api.slow_readers import SlowReaders
+from sluice_router.errors import RouterError
+from sluice_router.scheduling.requests import Finish, Usage
+from sluice_router.text.output import Output
 
 
 class ClientStream(Protocol):

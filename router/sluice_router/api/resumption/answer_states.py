@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
@@ -13,12 +12,9 @@ from sluice_core.records import RequestId
 from sluice_router.api.choices import PreparedRequest
 from sluice_router.api.openai_requests import FieldError
 from sluice_router.errors import UnknownStreamError
-from sluice_router.scheduling.requests import NewRequest
+from sluice_router.scheduling.requests import FoundRequest, NewRequest
 from sluice_router.security.resume_capabilities import derive_resume_key, make_capability
 from sluice_router.text.output import OutputSettings
-
-if TYPE_CHECKING:
-    from sluice_router.scheduling.requests import FoundRequest
 
 # Engines keep no more of an answer.
 MAX_STATE_BYTES = 16 << 10

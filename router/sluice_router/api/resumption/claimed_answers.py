@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from sluice_router.api.openai_requests import FieldError
 from sluice_router.errors import MIN_RETRY_S, NoEngineError, RouterError, UnknownStreamError
-from sluice_router.scheduling.requests import rewind
+from sluice_router.scheduling.requests import DataPlane, FoundRequest, rewind
 from sluice_router.security.resume_capabilities import derive_resume_key, is_capability
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sluice_router.scheduling.requests import DataPlane, FoundRequest
-    from sluice_router.text.output import Output
+from sluice_router.text.output import Output
 
 
 async def claim_answer(plane: DataPlane, capability: str, shown_id: str, owner: str, field: str) -> FoundRequest:

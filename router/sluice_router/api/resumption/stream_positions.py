@@ -10,15 +10,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sluice_router.api.openai_requests import FieldError, quote
-from sluice_router.api.openai_responses import DONE
-
-if TYPE_CHECKING:
-    from sluice_router.api.openai_responses import AnswerFormat
-    from sluice_router.scheduling.requests import Finish, Usage
-    from sluice_router.text.output import Delta, Output
+from sluice_router.api.openai_responses import DONE, AnswerFormat
+from sluice_router.scheduling.requests import Finish, Usage
+from sluice_router.text.output import Delta, Output
 
 LAST_EVENT_ID_HEADER = "Last-Event-ID"
 _FORM = re.compile(r"(\d{1,9})(-finish|-usage)?")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sluice.v1 import control_pb2
 from sluice_core.records import IterationShape
-
-if TYPE_CHECKING:
-    from sluice_core.scheduling.engine_table import EngineTable
-    from sluice_router.scheduling.entities import ConnectedEngine
-    from sluice_router.scheduling.state import RouterStatus
-    from sluice_router.settings import SchedulingLimits
+from sluice_core.scheduling.engine_table import EngineTable
+from sluice_router.scheduling.entities import ConnectedEngine
+from sluice_router.scheduling.state import RouterStatus
+from sluice_router.settings import SchedulingLimits
 
 
 def find_failure(

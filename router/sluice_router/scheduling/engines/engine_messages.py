@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from sluice.v1 import engine_pb2
 from sluice_core.records import EngineId
+from sluice_core.scheduling.engine_table import EngineTable
 from sluice_router.scheduling import plan, prefixes, token_delivery, wire_conversion
 from sluice_router.scheduling.engines import engine_health
+from sluice_router.scheduling.entities import ConnectedEngine
 from sluice_router.scheduling.moves import migration
 from sluice_router.scheduling.resumption import claims
-
-if TYPE_CHECKING:
-    from sluice.v1 import engine_pb2
-    from sluice_core.scheduling.engine_table import EngineTable
-    from sluice_router.scheduling.entities import ConnectedEngine
-    from sluice_router.scheduling.state import RouterState
+from sluice_router.scheduling.state import RouterState
 
 # Of iterations that only decode, every so many teach the latency model: neighbours say nearly the same.
 LEARN_EVERY = 4

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from sluice.v1 import control_pb2
+from sluice.v1 import control_pb2, engine_pb2
 from sluice_core.records import EngineId
 from sluice_router.scheduling import failover, model_match, plan, wire_conversion
 from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint
-
-if TYPE_CHECKING:
-    from sluice.v1 import engine_pb2
-    from sluice_router.scheduling.state import EnginePool, RouterState
+from sluice_router.scheduling.state import EnginePool, RouterState
 
 
 def set_addresses(state: RouterState, addresses: frozenset[str]) -> None:

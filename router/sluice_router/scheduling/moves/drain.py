@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sluice_core.records import MoveCause
 from sluice_router.scheduling import dispatch
+from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Submission
 from sluice_router.scheduling.moves import migration
-
-if TYPE_CHECKING:
-    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Submission
-    from sluice_router.scheduling.state import EnginePool, RouterState
+from sluice_router.scheduling.state import EnginePool, RouterState
 
 
 def drain(state: RouterState, engine: ConnectedEngine, now: float) -> None:

@@ -11,15 +11,12 @@ by the same functions.
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING
 
+from sluice.v1 import engine_pb2
 from sluice_core.kv import is_copy_close
 from sluice_core.records import MoveCause
-
-if TYPE_CHECKING:
-    from sluice.v1 import engine_pb2
-    from sluice_router.scheduling.entities import ConnectedEngine, Migration
-    from sluice_router.scheduling.state import RouterOutbox
+from sluice_router.scheduling.entities import ConnectedEngine, Migration
+from sluice_router.scheduling.state import RouterOutbox
 
 # Blocks that a grant reserves beyond the request's present tokens: it grows while it is copied.
 GROWTH_BLOCKS = 1

@@ -14,21 +14,22 @@ a grant for it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from sluice.v1 import engine_pb2
 from sluice_core.kv import blocks_for_tokens
 from sluice_core.records import EngineId, MoveCause, StrategyParameters
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_router.errors import EngineProtocolError
 from sluice_router.scheduling import dispatch, wire_conversion
-from sluice_router.scheduling.entities import KeptKv, Migration, MigrationPhase
+from sluice_router.scheduling.entities import (
+    ConnectedEngine,
+    KeptKv,
+    LiveRequest,
+    Migration,
+    MigrationPhase,
+    Submission,
+)
 from sluice_router.scheduling.moves import kv_copies
-
-if TYPE_CHECKING:
-    from sluice.v1 import engine_pb2
-    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Submission
-    from sluice_router.scheduling.state import RouterOutbox, RouterState
-
+from sluice_router.scheduling.state import RouterOutbox, RouterState
 
 # Before a finished prefill that an engine has refused room asks again: about an iteration of a decode engine.
 KEPT_RETRY_S = 0.02

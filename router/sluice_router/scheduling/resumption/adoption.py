@@ -7,19 +7,15 @@ from prompt and tokens, as after the loss of an engine. One that has ended ends 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from sluice.v1 import sampling_pb2
 from sluice_core.records import Slo
 from sluice_router.errors import MIN_RETRY_S, EngineFaultError, NoEngineError, ShuttingDownError, TakenOverError
 from sluice_router.scheduling import completion, dispatch
-from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, MigrationPhase
+from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, MigrationPhase, Submission
 from sluice_router.scheduling.moves import migration
-
-if TYPE_CHECKING:
-    from sluice_router.scheduling.entities import Submission
-    from sluice_router.scheduling.requests import FoundRequest, NewRequest, ResponseStream
-    from sluice_router.scheduling.state import RouterState
+from sluice_router.scheduling.requests import FoundRequest, NewRequest, ResponseStream
+from sluice_router.scheduling.state import RouterState
 
 _ENDS = (sampling_pb2.FINISH_REASON_STOP, sampling_pb2.FINISH_REASON_LENGTH)
 

@@ -7,19 +7,14 @@ is the last owner's. What does not answer in time counts as not having it.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
 
 from sluice.v1 import engine_pb2
 from sluice_core.records import RequestId
 from sluice_router.errors import MIN_RETRY_S, NoEngineError, QueueFullError, ShuttingDownError, UnknownStreamError
 from sluice_router.scheduling import wire_conversion
-from sluice_router.scheduling.entities import PendingClaim
-from sluice_router.scheduling.requests import FoundRequest
-
-if TYPE_CHECKING:
-    from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest
-    from sluice_router.scheduling.requests import ClaimTaker
-    from sluice_router.scheduling.state import RouterState
+from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, PendingClaim
+from sluice_router.scheduling.requests import ClaimTaker, FoundRequest
+from sluice_router.scheduling.state import RouterState
 
 # A claim costs each engine a message, whether or not the key is known.
 MAX_PENDING_CLAIMS = 1024

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from sluice_core.records import RequestId
 from sluice_router.scheduling import completion
-
-if TYPE_CHECKING:
-    from sluice_core.records import RequestId
-    from sluice_router.scheduling.state import RouterState
+from sluice_router.scheduling.state import RouterState
 
 # They cost their engines as much as others do; beyond this many the oldest end early.
 MAX_DETACHED = 4096

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_core.latency import OnlineLatencyModel
 from sluice_router.scheduling import wire_conversion
+from sluice_router.scheduling.entities import EngineEndpoint
+from sluice_router.scheduling.state import EnginePool, RequestStatistics, RouterState, RouterStatus
 from sluice_router.scheduling.status.readiness import why_not_ready
-
-if TYPE_CHECKING:
-    from sluice_router.scheduling.entities import EngineEndpoint
-    from sluice_router.scheduling.state import EnginePool, RequestStatistics, RouterState, RouterStatus
 
 # A finished request is news, but not each of them at once.
 PROGRESS_INTERVAL_S = 1.0

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from sluice.v1 import control_pb2
 from sluice.wire_fields import names_by_value
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from prometheus_client.core import Metric
-
-    from sluice_router.scheduling.state import RouterState
+from sluice_router.scheduling.state import RouterState
 
 _STATE_NAMES = {value: name.lower() for value, name in names_by_value(control_pb2.EngineState).items()}
 

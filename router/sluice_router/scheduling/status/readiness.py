@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from sluice_router.scheduling.state import RouterState
+from sluice_router.scheduling.state import RouterState
 
 
 def why_not_ready(state: RouterState) -> str:
