@@ -35,7 +35,7 @@ STAMPS := .venv/stamps
 MODEL := .sluice/volumes/models/tiny/sluice-recipe.json
 # GPUs get the stock engine, other machines the build for the CPU.
 ENGINE := $(if $(shell nvidia-smi -L 2>/dev/null),engine,engine-cpu)
-# The wheel as images install it, with sluice_core compiled (hatch_build.py); tests and benchmarks run on it.
+# The wheel as images install it, with core and router compiled (hatch_build.py); tests and benchmarks run on it.
 COMPILED := build/compiled/stamp
 SOURCES := $(shell find core protos router engine_image operator cli -path '*/sluice*' \( -name '*.py' -o -name '*.jinja' \))
 # Bytecode is compiled at the installation: where PYTHONDONTWRITEBYTECODE is set, importing vLLM would cost 25 s each time.
@@ -102,7 +102,7 @@ $(STAMPS)/dev: $(STAMPS)/$(ENGINE) requirements/dev.txt
 	@touch $@
 
 $(COMPILED): hatch_build.py pyproject.toml $(SOURCES) | $(STAMPS)/uv
-	@echo "building the wheel: half a minute"
+	@echo "building the wheel: two minutes"
 	@rm -rf build/wheel build/compiled
 	@$(BIN)/uv build --quiet --python $(BIN)/python --wheel --out-dir build/wheel
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target build/compiled build/wheel/*.whl

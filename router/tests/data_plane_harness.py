@@ -14,7 +14,7 @@ from fake_engine import FakeCore, expected_output, make_plan, make_rng
 
 from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_core.records import RequestId
-from sluice_router.scheduling.requests import NewRequest
+from sluice_router.scheduling.requests import NewRequest, ResponseStream
 from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
 from sluice_router.settings import SchedulingLimits
@@ -47,7 +47,7 @@ class Clock:
 
 
 @dataclass
-class CheckingResponseStream:
+class CheckingResponseStream(ResponseStream):
     """Takes tokens as a client would, and fails the test on anything that comes twice, late or out of order.
 
     ``raises`` and ``raises_on_flush`` are raised as a client's broken transport would be; no call may follow.

@@ -10,7 +10,7 @@ from edge_fakes import LENGTH, make_sse_response_stream
 
 from sluice_router.api import openai_responses
 from sluice_router.api.grpc_response_stream import GrpcResponseStream
-from sluice_router.api.http.response_streams import AnswerProgress, SseResponseStream
+from sluice_router.api.http.response_streams import AnswerProgress, ClientStream, SseResponseStream
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import DeadlineError, EngineFaultError
 from sluice_router.scheduling.requests import Finish, Usage
@@ -33,7 +33,7 @@ USAGE = Usage(
 FINISH = Finish(reason=LENGTH, stop_token_id=None, usage=USAGE)
 
 
-class Pipe:
+class Pipe(ClientStream):
     """A connection and its client; full once it has taken so many events."""
 
     def __init__(self, *response_streams: SseResponseStream, room: int) -> None:

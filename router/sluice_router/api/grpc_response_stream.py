@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from sluice.v1 import engine_pb2
 from sluice_router.api.slow_readers import SlowReaders
 from sluice_router.errors import RouterError
-from sluice_router.scheduling.requests import Finish
+from sluice_router.scheduling.requests import Finish, ResponseStream
 from sluice_router.text.output import Delta, Output
 
 
-class GrpcResponseStream:
+class GrpcResponseStream(ResponseStream):
     """Gathers deltas for the coroutine that writes them.
 
     Args:
@@ -24,7 +25,6 @@ class GrpcResponseStream:
         self._output = output
         self._slow_readers = slow_readers
         self._cancel = cancel
-        self.on_token = output.push
         self._ready = asyncio.Event()
         self._is_writing = self._is_detached = False
         self.end: Finish | RouterError | None = None
@@ -47,6 +47,10 @@ class GrpcResponseStream:
         self._ready.clear()
         self._is_writing = True
         return self._output.take(), self.end
+
+    def on_token(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> int | None:
+        """Takes the next token; see ``ResponseStream.on_token``."""
+        return self._output.push(token_id, logprobs)
 
     def flush(self, now: float) -> None:
         """Wakes the writer, or notes that it is still busy with an earlier delta."""

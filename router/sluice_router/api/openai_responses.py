@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from json.encoder import encode_basestring
-from typing import Any, Protocol
+from typing import Any
+
+from mypy_extensions import mypyc_attr
 
 from sluice.v1 import sampling_pb2
 from sluice_router.api.logprobs import format_chat_logprobs, format_completion_logprobs
@@ -25,57 +27,59 @@ FINISH_REASONS = {
 }
 
 
-class AnswerFormat(Protocol):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class AnswerFormat:
     """One choice of an answer in the form of its endpoint; the answer's own parts are the same for all choices.
+
+    A base class.
 
     Attributes:
         answer_id: Id of the answer.
         created_s: When it began, Unix time.
+        is_plain: Whether events carry text alone, so that ``plain_chunk`` formats them.
     """
 
     answer_id: str
     created_s: int
+    is_plain: bool
 
     def start(self) -> bytes:
         """Formats the events before the first text."""
-        ...
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether events carry text alone, so that ``plain_chunk`` formats them."""
-        ...
+        raise NotImplementedError
 
     def plain_chunk(self, text: str) -> bytes:
         """Formats one event of text alone."""
-        ...
+        raise NotImplementedError
 
     def chunk(self, delta: Delta) -> bytes:
         """Formats one event."""
-        ...
+        raise NotImplementedError
 
     def end(self, delta: Delta, finish: Finish, stop: str | None) -> bytes:
         """Formats a choice's last event: rest of its text, and the reason."""
-        ...
+        raise NotImplementedError
 
     def last(self, usage: Usage) -> bytes:
         """Formats what follows all choices: usage if asked for, and the end mark."""
-        ...
+        raise NotImplementedError
 
     def choice(self, delta: Delta, finish: Finish, stop: str | None) -> dict[str, Any]:
         """Formats a whole choice, for requests that do not stream."""
-        ...
+        raise NotImplementedError
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         """Formats the whole answer."""
-        ...
+        raise NotImplementedError
 
 
-class _Format:
+class _Format(AnswerFormat):
     """What both endpoints share.
 
     Attributes:
         kind: OpenAI's object name of an answer.
         chunk_kind: OpenAI's object name of a streamed event.
+        text_start: What a choice of text alone has between its index and its text.
+        text_end: What it has behind its text.
 
     Args:
         answer_id: Id of the answer.
@@ -90,6 +94,8 @@ class _Format:
 
     kind: str
     chunk_kind: str
+    text_start: str
+    text_end: str
 
     def __init__(
         self,
@@ -118,7 +124,8 @@ class _Format:
         )
         self._event_end = ',"usage":null}\n\n' if includes_usage else "}\n\n"
         # What an event of text alone has before and behind its text; made once, which saves most of an event's cost.
-        self._prefix = self._suffix = ""
+        self._prefix = f'{self._event_start},"choices":[{{"index":{index},{self.text_start}'
+        self._suffix = f"{self.text_end}]{self._event_end}"
 
     def plain_chunk(self, text: str) -> bytes:
         """Formats one event of text alone."""
@@ -173,13 +180,11 @@ class _Format:
 class CompletionFormat(_Format):
     """Answers of ``/v1/completions``; for the arguments see ``_Format``."""
 
-    kind = chunk_kind = "text_completion"
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._text_offset = 0
-        self._prefix = f'{self._event_start},"choices":[{{"index":{self._index},"text":'
-        self._suffix = f',"logprobs":null,"finish_reason":null}}]{self._event_end}'
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+    text_start = '"text":'
+    text_end = ',"logprobs":null,"finish_reason":null}'
+    _text_offset = 0
 
     def start(self) -> bytes:
         """Formats nothing: completions start with their text."""
@@ -204,12 +209,10 @@ class CompletionFormat(_Format):
 class ChatFormat(_Format):
     """Answers of ``/v1/chat/completions``; for the arguments see ``_Format``."""
 
-    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._prefix = f'{self._event_start},"choices":[{{"index":{self._index},"delta":{{"content":'
-        self._suffix = f'}},"logprobs":null,"finish_reason":null}}]{self._event_end}'
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    text_start = '"delta":{"content":'
+    text_end = '},"logprobs":null,"finish_reason":null}'
 
     def start(self) -> bytes:
         """Formats the event that names the speaker."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from mypy_extensions import mypyc_attr
 from prometheus_client import CollectorRegistry
 
 from sluice.v1 import engine_pb2, sampling_pb2
@@ -142,8 +143,9 @@ class Finish:
     usage: Usage
 
 
-class ResponseStream(Protocol):
-    """One client's answer in the making: detokenizing, stop strings, and the bytes.
+@mypyc_attr(allow_interpreted_subclasses=True)
+class ResponseStream:
+    """One client's answer in the making: detokenizing, stop strings, and the bytes. A base class.
 
     Order of calls: ``on_token`` any number of times, ``flush`` at most once per engine message that brought tokens,
     then exactly one of ``on_finished`` and ``on_error``. After that, and after ``DataPlane.cancel``, nothing is called.
@@ -163,19 +165,19 @@ class ResponseStream(Protocol):
             up to and including the one that completed it. The data plane then aborts at the engine and calls
             ``on_finished`` with that usage.
         """
-        ...
+        raise NotImplementedError
 
     def flush(self, now: float) -> None:
         """Writes what ``on_token`` brought, at most once per engine message. Never blocks."""
-        ...
+        raise NotImplementedError
 
     def on_finished(self, finish: Finish) -> None:
         """Writes what is held back and ends the answer."""
-        ...
+        raise NotImplementedError
 
     def on_error(self, error: RouterError) -> None:
         """Ends the answer with an error: an HTTP status before the first byte, an error event after it."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import random
 from collections.abc import Iterable
-from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -29,12 +28,14 @@ NUM_RANDOM_SAMPLES = 64
 RANDOM_SAMPLE_TOKENS = 24
 
 
-class Detokenizer(Protocol):
-    """Text of one request's output.
+class Detokenizer:
+    """Text of one request's output; a base class.
 
     It never sees the prompt, so that a hand-off or a recovery does not touch it. Text that may still change, such as
     the bytes of an incomplete character, is held back until it cannot, or until ``flush``.
     """
+
+    __slots__ = ()
 
     def step(self, token_id: int) -> str:
         """Takes the next output token.
@@ -45,14 +46,14 @@ class Detokenizer(Protocol):
         Returns:
             The text that it completes; often empty inside a character.
         """
-        ...
+        raise NotImplementedError
 
     def flush(self) -> str:
         """Returns what is still held back, with replacement characters for what never became a character."""
-        ...
+        raise NotImplementedError
 
 
-class StreamDetokenizer:
+class StreamDetokenizer(Detokenizer):
     """Decodes with the tokenizer's ``DecodeStream``.
 
     Args:
@@ -116,7 +117,7 @@ class StreamDetokenizer:
         return text
 
 
-class TableDetokenizer:
+class TableDetokenizer(Detokenizer):
     """Looks tokens up; an incremental UTF-8 decoder joins the characters that span tokens.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sluice.v1 import engine_pb2
@@ -83,7 +82,6 @@ class Output:
         "_logprobs",
         "_parts",
         "_settings",
-        "_step",
         "_stops",
         "_token_ids",
         "first_index",
@@ -95,7 +93,6 @@ class Output:
         self._settings = settings
         self._keeps_tokens = settings.keeps_tokens
         self._detokenizer = text.make_detokenizer(skip_special_tokens=settings.skip_special_tokens)
-        self._step = self._detokenizer.step
         self._stops = StopStrings(settings.stops, is_included=settings.is_stop_included) if settings.stops else None
         self._hidden = frozenset() if settings.is_stop_included else settings.hidden_token_ids
         self._parts: list[str] = []
@@ -110,36 +107,22 @@ class Output:
         """The stop string that ended the output."""
         return None if self._stops is None else self._stops.matched
 
-    @property
-    def push(self) -> Callable[[int, engine_pb2.TokenLogprobs | None], int | None]:
-        """The function that takes the next token and, when the request asked for them, its logprobs.
+    def push(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> int | None:
+        """Takes the next token and, when the request asked for them, its logprobs.
 
-        It returns None, or the number of output tokens when a stop string ended the output. Ask for it once per
-        request: most outputs are text alone without stop strings, and need no check per token.
+        Returns:
+            None, or the number of output tokens when a stop string ended the output.
         """
-        return self._push_plain if self._stops is None and not self._keeps_tokens else self._push_any
-
-    def _push_any(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> int | None:
-        """Takes the next token; see ``push``."""
         self.num_tokens += 1
         if self._keeps_tokens:
             self._keep_token(token_id, logprobs)
-        text = "" if token_id in self._hidden else self._step(token_id)
+        text = "" if token_id in self._hidden else self._detokenizer.step(token_id)
         stops = self._stops
         if stops is not None:
             text = stops.push(text, is_armed=self.num_tokens > self._settings.min_tokens)
         if text:
             self._append(text)
         return self.num_tokens if stops is not None and stops.matched is not None else None
-
-    def _push_plain(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> None:  # noqa: ARG002
-        """Takes the next token of an output that is text alone and has no stop strings; see ``push``."""
-        self.num_tokens += 1
-        if token_id not in self._hidden:
-            text = self._step(token_id)
-            if text:
-                self._parts.append(text)
-                self.num_bytes += len(text) if text.isascii() else 4 * len(text)
 
     def finish(self) -> None:
         """Releases what was held back; the output has ended."""

@@ -64,7 +64,7 @@ class ModelText:
         self._tokenizer = tokenizer
         self._known_words = KnownWords(tokenizer) if can_cut(tokenizer) else None
         self._detokenizers = DetokenizerFactory(tokenizer)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._tokenizing_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         self.chat_template = chat_template
         self.defaults = defaults
         # In a byte-level vocabulary a character stands for a byte, which makes the figure too large, never too small.
@@ -106,7 +106,7 @@ class ModelText:
         if len(text) <= MAX_INLINE_CHARACTERS:
             return self.encode_now(text, add_special_tokens=add_special_tokens)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._encode_fast, text, add_special_tokens)
+        return await loop.run_in_executor(self._tokenizing_thread, self._encode_fast, text, add_special_tokens)
 
     def encode_now(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Tokenizes where it is called, by the tokenizer alone; see ``encode``."""
@@ -122,7 +122,7 @@ class ModelText:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._tokenizing_thread.shutdown(wait=False, cancel_futures=True)
 
     # run_in_executor passes no keywords.
     def _encode_fast(self, text: str, add_special_tokens: bool) -> list[int]:  # noqa: FBT001

@@ -9,7 +9,7 @@ from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion11
 
 from sluice_router.api.http.http_connection import connection_of
-from sluice_router.api.http.response_streams import AnswerProgress
+from sluice_router.api.http.response_streams import AnswerProgress, ClientStream
 from sluice_router.api.openai_responses import CONTENT_TYPE
 
 # Of an answer that waits for the first engine: readers of server-sent events skip lines that begin with a colon.
@@ -19,7 +19,7 @@ SERVER = "sluice"
 FIXED_LINES = (f"Content-Type: {CONTENT_TYPE}", "Cache-Control: no-cache", f"Server: {SERVER}")
 
 
-class HttpStream:
+class HttpStream(ClientStream):
     """A streamed answer, written past aiohttp's coroutines: head and first events in one piece, and the end in one.
 
     Args:

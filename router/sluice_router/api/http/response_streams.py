@@ -4,40 +4,46 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+from mypy_extensions import mypyc_attr
+
+from sluice.v1 import engine_pb2
 from sluice_router.api.http.http_errors import format_error_event
 from sluice_router.api.openai_responses import AnswerFormat, add_usages
 from sluice_router.api.slow_readers import SlowReaders
 from sluice_router.errors import RouterError
-from sluice_router.scheduling.requests import Finish, Usage
+from sluice_router.scheduling.requests import Finish, ResponseStream, Usage
 from sluice_router.text.output import Output
 
 
-class ClientStream(Protocol):
-    """Where the bytes of a streamed answer go."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class ClientStream:
+    """Where the bytes of a streamed answer go; a base class."""
+
+    __slots__ = ()
 
     @property
     def is_writable(self) -> bool:
         """False while the client's transport is full."""
-        ...
+        raise NotImplementedError
 
     @property
     def num_buffered_bytes(self) -> int:
         """Bytes in the transport that the kernel has not taken."""
-        ...
+        raise NotImplementedError
 
     def write(self, data: bytes) -> None:
         """Writes; to a closed transport, nothing."""
-        ...
+        raise NotImplementedError
 
     def abort(self) -> None:
         """Closes at once, whatever is unsent."""
-        ...
+        raise NotImplementedError
 
     def end(self, data: bytes) -> None:
         """Writes the last bytes, and drops what is written from here on."""
-        ...
+        raise NotImplementedError
 
 
 class AnswerProgress:
@@ -137,7 +143,7 @@ class WholeAnswer:
         return self._answer.whole(self.choices, self.progress.usage)
 
 
-class WholeResponseStream:
+class WholeResponseStream(ResponseStream):
     """Collects one choice of an answer that does not stream.
 
     Args:
@@ -152,7 +158,10 @@ class WholeResponseStream:
         self._answer = answer
         self._whole = whole
         self._index = index
-        self.on_token = output.push
+
+    def on_token(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> int | None:
+        """Takes the next token; see ``ResponseStream.on_token``."""
+        return self._output.push(token_id, logprobs)
 
     def flush(self, now: float) -> None:
         """Does nothing: the answer goes out whole."""
@@ -172,7 +181,7 @@ class WholeResponseStream:
         self._whole.progress.announce()
 
 
-class SseResponseStream:
+class SseResponseStream(ResponseStream):
     """Writes one choice of an answer as server-sent events.
 
     An answer's life: tokens come (``AnswerProgress.wait_first`` returns), the handler opens the streams of all choices,
@@ -207,7 +216,6 @@ class SseResponseStream:
         self._interval_tokens = interval_tokens
         self._is_plain = answer.is_plain
         self._cancel = cancel
-        self.on_token = output.push
         self._stream: ClientStream | None = None
         self._end: Finish | RouterError | None = None
         self._is_paused = False
@@ -231,6 +239,10 @@ class SseResponseStream:
         self._advance()
         if not stream.is_writable:
             self.on_paused(now)
+
+    def on_token(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> int | None:
+        """Takes the next token; see ``ResponseStream.on_token``."""
+        return self._output.push(token_id, logprobs)
 
     def flush(self, now: float) -> None:  # noqa: ARG002 - gRPC's response stream needs it
         """Writes one event with what has come."""

@@ -63,7 +63,7 @@ def read_position(event_id: str) -> Position:
     return Position(int(match[1]), _STAGES[match[2]])
 
 
-class NumberedFormat:
+class NumberedFormat(AnswerFormat):
     """Gives the events of a stream their ids, and leaves out what a client has already; see ``AnswerFormat``.
 
     Args:

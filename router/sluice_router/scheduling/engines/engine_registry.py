@@ -14,10 +14,10 @@ def set_addresses(state: RouterState, addresses: frozenset[str]) -> None:
 
     One that is gone keeps its stream for as long as it lasts: the discovery may be wrong, a working stream is not.
     """
-    for address in addresses - state.engines.endpoints.keys():
+    for address in addresses.difference(state.engines.endpoints):
         state.engines.endpoints[address] = EngineEndpoint()
         state.status.mark_changed()
-    for address in state.engines.endpoints.keys() - addresses:
+    for address in set(state.engines.endpoints).difference(addresses):
         forget(state, address)
 
 
