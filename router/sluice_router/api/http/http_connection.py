@@ -326,3 +326,31 @@ def connection_of(request: web.BaseRequest) -> EdgeConnection:
     connection = request.protocol
     assert isinstance(connection, EdgeConnection), "EdgeServer makes all connections"
     return connection
+
+
+class WrittenResponse(web.StreamResponse):
+    """Tells aiohttp of an answer that ``HttpStream`` has written.
+
+    Args:
+        keeps_connection: Whether the connection stays open behind it.
+    """
+
+    def __init__(self, *, keeps_connection: bool) -> None:
+        super().__init__()
+        self._keeps_connection = keeps_connection
+
+    @property
+    def prepared(self) -> bool:
+        """Its head is out."""
+        return True
+
+    @property
+    def keep_alive(self) -> bool | None:
+        """Whether the connection stays open behind it."""
+        return self._keeps_connection
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Writes nothing."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Writes nothing."""

@@ -88,34 +88,6 @@ class HttpStream(ClientStream):
             self._transport.write(data)
 
 
-class WrittenResponse(web.StreamResponse):
-    """Tells aiohttp of an answer that ``HttpStream`` has written.
-
-    Args:
-        keeps_connection: Whether the connection stays open behind it.
-    """
-
-    def __init__(self, *, keeps_connection: bool) -> None:
-        super().__init__()
-        self._keeps_connection = keeps_connection
-
-    @property
-    def prepared(self) -> bool:
-        """Its head is out."""
-        return True
-
-    @property
-    def keep_alive(self) -> bool | None:
-        """Whether the connection stays open behind it."""
-        return self._keeps_connection
-
-    async def prepare(self, request: web.BaseRequest) -> None:
-        """Writes nothing."""
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        """Writes nothing."""
-
-
 def open_stream(request: web.BaseRequest, headers: dict[str, str], *, keeps_connection: bool) -> HttpStream:
     """Begins a stream with the answer's head, which it holds until it is released.
 
