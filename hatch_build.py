@@ -21,11 +21,7 @@ INTERPRETED = (
     "sluice_router.__main__",
     "sluice_router.errors",
     "sluice_router.settings",
-    "sluice_router.api.control_service",
-    "sluice_router.api.grpc_api",
-    "sluice_router.api.http.http_connection",
     "sluice_router.api.openai_requests",
-    "sluice_router.engines.discovery",
     "sluice_router.scheduling.status.gauges",
     "sluice_router.text.chat_template",
 )
@@ -38,18 +34,19 @@ setup(name="compiled", packages=[], ext_modules=mypycify({modules!r}, opt_level=
 
 
 # Libraries are not installed where a wheel is built, so what comes from them has no type. CI checks types with them.
-CONFIGURATION = f"""
+# A compiled class that extends one of theirs would overwrite its fields.
+CONFIGURATION = """
 [mypy]
 ignore_missing_imports = true
 disallow_subclassing_any = true
-[mypy-{",".join(INTERPRETED)}]
+[mypy-{interpreted}]
 ignore_errors = true
 """
 
 
-def _is_interpreted(path: Path) -> bool:
-    module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
-    return any(fnmatch(module, pattern) for pattern in INTERPRETED)
+def _is_interpreted(module: str, source: str) -> bool:
+    # Exceptions out of compiled coroutines have crashed the interpreter.
+    return "async def" in source or any(fnmatch(module, pattern) for pattern in INTERPRETED)
 
 
 class CompiledModules(BuildHookInterface[Any]):
@@ -65,10 +62,16 @@ class CompiledModules(BuildHookInterface[Any]):
         for part, package in PACKAGES:
             ignored = shutil.ignore_patterns("__pycache__", "*.so")
             shutil.copytree(Path(self.root) / part / package, self._folder / package, ignore=ignored)
-        paths = [path.relative_to(self._folder) for path in sorted(self._folder.rglob("*.py"))]
-        modules = [str(path) for path in paths if not _is_interpreted(path)]
-        (self._folder / "setup.py").write_text(SETUP.format(modules=modules))
-        (self._folder / "mypy.ini").write_text(CONFIGURATION)
+        compiled, interpreted = [], list(INTERPRETED)
+        for path in sorted(self._folder.rglob("*.py")):
+            file = path.relative_to(self._folder)
+            module = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+            if _is_interpreted(module, path.read_text()):
+                interpreted.append(module)
+            else:
+                compiled.append(str(file))
+        (self._folder / "setup.py").write_text(SETUP.format(modules=compiled))
+        (self._folder / "mypy.ini").write_text(CONFIGURATION.format(interpreted=",".join(interpreted)))
         subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=self._folder, check=True)
         for module in self._folder.rglob("*.so"):
             if "build" not in module.relative_to(self._folder).parts:

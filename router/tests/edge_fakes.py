@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_core.records import RequestId
 from sluice_router.api import openai_responses
-from sluice_router.api.http.response_streams import AnswerProgress, SseResponseStream
+from sluice_router.api.http.answer_progress import AnswerProgress
+from sluice_router.api.http.response_streams import SseResponseStream
 from sluice_router.errors import InvalidRequestError, RouterError, TakenOverError, UnknownStreamError
 from sluice_router.scheduling.requests import Finish, FoundRequest, NewRequest, ResponseStream, ServedModel, Usage
 from sluice_router.text.output import Output, OutputSettings

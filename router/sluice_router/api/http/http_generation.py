@@ -12,9 +12,11 @@ from aiohttp.http import HttpVersion11
 
 from sluice_router.api import openai_responses
 from sluice_router.api.choices import PreparedRequest
+from sluice_router.api.http.answer_progress import AnswerProgress, WholeAnswer
+from sluice_router.api.http.held_comments import comment_until_news
 from sluice_router.api.http.http_connection import WrittenResponse, connection_of
-from sluice_router.api.http.http_stream import HttpStream, comment_until_news, open_stream
-from sluice_router.api.http.response_streams import AnswerProgress, SseResponseStream, WholeAnswer, WholeResponseStream
+from sluice_router.api.http.http_stream import HttpStream, open_stream
+from sluice_router.api.http.response_streams import SseResponseStream, WholeResponseStream
 from sluice_router.api.openai_requests import ChatBody, CompletionBody
 from sluice_router.api.slow_readers import SlowReaders
 from sluice_router.scheduling.requests import DataPlane, ResponseStream

@@ -16,8 +16,9 @@ from sluice.v1 import resume_pb2
 from sluice_core.records import RequestId
 from sluice_router.api import openai_responses
 from sluice_router.api.choices import PreparedRequest
+from sluice_router.api.http.answer_progress import AnswerProgress
 from sluice_router.api.http.http_generation import HttpGeneration
-from sluice_router.api.http.response_streams import AnswerProgress, ResumableStream
+from sluice_router.api.http.response_streams import ResumableStream
 from sluice_router.api.objectives import CAPABILITY_HEADER, RESUMABLE_HEADER
 from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, quote
 from sluice_router.api.resumption.answer_states import AnswerIdentity, make_resumable, read_state, restore_request

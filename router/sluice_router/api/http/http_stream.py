@@ -1,19 +1,15 @@
-"""A streamed answer over HTTP: its head, comments while nothing comes, its chunks and its end, past aiohttp."""
+"""A streamed answer over HTTP: its head, its chunks and its end, past aiohttp."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from aiohttp import web
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion11
 
 from sluice_router.api.http.http_connection import connection_of
-from sluice_router.api.http.response_streams import AnswerProgress, ClientStream
+from sluice_router.api.http.response_streams import ClientStream
 from sluice_router.api.openai_responses import CONTENT_TYPE
 
-# Of an answer that waits for the first engine: readers of server-sent events skip lines that begin with a colon.
-HELD_COMMENT = b": waiting for an engine\n\n"
 SERVER = "sluice"
 # Of the head of every stream.
 FIXED_LINES = (f"Content-Type: {CONTENT_TYPE}", "Cache-Control: no-cache", f"Server: {SERVER}")
@@ -107,26 +103,4 @@ def open_stream(request: web.BaseRequest, headers: dict[str, str], *, keeps_conn
     stream = HttpStream(connection_of(request), is_chunked=is_chunked)
     stream.keeps_connection = keeps_connection
     stream.hold("\r\n".join([*lines, "", ""]).encode())
-    return stream
-
-
-async def comment_until_news(
-    progress: AnswerProgress, open_held: Callable[[], HttpStream], interval_s: float
-) -> HttpStream | None:
-    """Begins an answer with comments while its request is held, so that neither client nor proxy gives up.
-
-    Args:
-        progress: Of the answer.
-        open_held: Begins the stream.
-        interval_s: Between two comments.
-
-    Returns:
-        The stream, once there is something to send; None: nothing has been written by then.
-    """
-    stream: HttpStream | None = None
-    while not await progress.wait_news(interval_s):
-        if stream is None:
-            stream = open_held()
-            stream.release()
-        stream.write(HELD_COMMENT)
     return stream
