@@ -14,7 +14,15 @@ from sluice_operator.api.model_identity import identify_model
 from sluice_operator.kubernetes.quantities import add_bytes
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import EngineSite, render_engine_command, render_engine_environment
-from sluice_operator.resources.pods import containers, pod_defaults, pod_placement, rdma
+from sluice_operator.resources.pods import (
+    containers,
+    pod_defaults,
+    pod_placement,
+    probes,
+    rdma,
+    security_context,
+    termination,
+)
 from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
 from sluice_operator.resources.pods.user_pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash
@@ -147,9 +155,9 @@ def _render_container(spec: ServingClusterSpec, image: str, security: Security) 
         "command": render_engine_command(spec, site, security),
         "env": _render_variables(spec),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
-        "securityContext": containers.CONTAINER_SECURITY,
-        "lifecycle": containers.LIFECYCLE,
-        **containers.render_probes("/readyz", spec.engine.startup_timeout_seconds),
+        "securityContext": security_context.CONTAINER_SECURITY,
+        "lifecycle": termination.LIFECYCLE,
+        **probes.render_probes("/readyz", spec.engine.startup_timeout_seconds),
         "volumeMounts": [containers.TMP_MOUNT, {"name": SHARED_MEMORY, "mountPath": "/dev/shm"}],  # noqa: S108
     }
 

@@ -8,7 +8,14 @@ from sluice_operator.api import names
 from sluice_operator.api.model_identity import identify_model
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import RouterSite, render_router_command
-from sluice_operator.resources.pods import containers, pod_defaults, pod_placement
+from sluice_operator.resources.pods import (
+    containers,
+    pod_defaults,
+    pod_placement,
+    probes,
+    security_context,
+    termination,
+)
 from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
 from sluice_operator.resources.pods.user_pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ROUTERS, compute_rollout_hash
@@ -131,9 +138,9 @@ def _render_container(cluster: ServingCluster, image: str, security: Security) -
         ),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "resources": _render_resources(cluster.spec.router.resources),
-        "securityContext": containers.CONTAINER_SECURITY,
-        "lifecycle": containers.LIFECYCLE,
-        **containers.render_probes("/livez", STARTUP_S),
+        "securityContext": security_context.CONTAINER_SECURITY,
+        "lifecycle": termination.LIFECYCLE,
+        **probes.render_probes("/livez", STARTUP_S),
         "volumeMounts": [
             containers.TMP_MOUNT,
             {"name": PLAN_VOLUME, "mountPath": PLAN_DIRECTORY, "readOnly": True},

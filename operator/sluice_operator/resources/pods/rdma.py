@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_operator.resources.pods.containers import CONTAINER_SECURITY
+from sluice_operator.resources.pods.security_context import CONTAINER_SECURITY
 
 if TYPE_CHECKING:
     from sluice_operator.api.spec.network_spec import RdmaSpec

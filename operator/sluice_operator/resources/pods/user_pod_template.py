@@ -20,11 +20,10 @@ from sluice_operator.api.names import (
     ROLE_LABEL,
     ROUTER,
 )
-from sluice_operator.resources.pods.containers import CONTAINER_SECURITY
 from sluice_operator.resources.pods.model_volume import FETCH_MODEL, RESOLVE_MODEL
-from sluice_operator.resources.pods.pod_defaults import POD_SECURITY
 from sluice_operator.resources.pods.pod_isolation import find_cross_namespace_terms, find_isolation_violations
 from sluice_operator.resources.pods.rdma import PREFLIGHT
+from sluice_operator.resources.pods.security_context import CONTAINER_SECURITY, POD_SECURITY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
