@@ -23,8 +23,8 @@ from sluice_operator.resources import (
 )
 from sluice_operator.resources.certificates import render_certificates
 from sluice_operator.resources.engine_deployment import render_engines
+from sluice_operator.resources.rolling_update import hold_split, mark_rollout
 from sluice_operator.resources.rollout_hash import keep_pod_template
-from sluice_operator.resources.rollout_state import hold_split, mark_rollout
 from sluice_operator.resources.router_deployment import render_routers
 
 if TYPE_CHECKING:

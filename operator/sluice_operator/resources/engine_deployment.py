@@ -12,6 +12,7 @@ from sluice_core.records import EngineId
 from sluice_operator.api import names
 from sluice_operator.api.model_identity import identify_model
 from sluice_operator.kubernetes.quantities import add_bytes
+from sluice_operator.resources import rolling_update
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import EngineSite, render_engine_command, render_engine_environment
 from sluice_operator.resources.pods import (
@@ -46,8 +47,6 @@ CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor",  # noqa: S108
     "TRITON_CACHE_DIR": "/tmp/triton",  # noqa: S108
 }
-# Beyond the start itself: pulling an image of ten gigabytes.
-PULL_MARGIN_S = 1800
 
 
 def render_engines(cluster: ServingCluster, replicas: int, default_image: str, gpu_resource_name: str = "") -> Object:
@@ -61,11 +60,6 @@ def render_engines(cluster: ServingCluster, replicas: int, default_image: str, g
     """
     name, spec = cluster.metadata.name, cluster.spec
     labels = names.select_component(name, names.ENGINE)
-    gate = spec.rollout.gate
-    min_ready_s = gate.duration_seconds if gate else 0
-    # Must be above minReadySeconds, which grows while a batch waits for its verdict.
-    deadline_s = spec.engine.startup_timeout_seconds + PULL_MARGIN_S + min_ready_s
-    deadline_s += gate.timeout_seconds if gate else 0
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -77,18 +71,8 @@ def render_engines(cluster: ServingCluster, replicas: int, default_image: str, g
         "spec": {
             "replicas": replicas,
             "selector": {"matchLabels": labels},
-            "strategy": {
-                "type": "RollingUpdate",
-                "rollingUpdate": {
-                    "maxSurge": spec.rollout.max_surge,
-                    "maxUnavailable": spec.rollout.max_unavailable,
-                },
-            },
-            "paused": spec.rollout.paused,
-            # Until its verdict, or so long without one, a new engine lets no other be replaced.
-            "minReadySeconds": min_ready_s,
+            **rolling_update.render_rolling_update(spec),
             "revisionHistoryLimit": 3,
-            "progressDeadlineSeconds": deadline_s,
             "template": _render_template(cluster, spec.engine.image or default_image, gpu_resource_name),
         },
     }

@@ -36,6 +36,10 @@ class RolloutState:
     num_unmeasured: int = 0
     failure: str = ""
 
+    def to_json(self) -> str:
+        """Serializes to JSON; ``find_roll`` reads it."""
+        return json.dumps(asdict(self), sort_keys=True)
+
 
 def hash_of(template: Object) -> str:
     """Restart hash that a pod template carries."""
@@ -69,56 +73,6 @@ def went_back(live: Object) -> bool:
     """Whether a Deployment runs the template from before a roll that failed."""
     stored = _read_state(annotations_of(live).get(names.ROLLOUT_ANNOTATION, ""))
     return stored is not None and bool(stored.failure)
-
-
-def mark_rollout(deployment: Object, state: RolloutState | None, *, is_held: bool) -> Object:
-    """Puts a roll into the Deployment that is to be applied.
-
-    Args:
-        deployment: As rendered, with the template that the spec asks for.
-        state: The roll; None: there is none.
-        is_held: Whether no further engine is replaced now.
-    """
-    if state is None:
-        return deployment
-    spec, metadata = deployment["spec"], deployment["metadata"]
-    annotations = {**annotations_of(deployment), names.ROLLOUT_ANNOTATION: json.dumps(asdict(state), sort_keys=True)}
-    if state.failure:
-        text = json.dumps(state.good_template, sort_keys=True, separators=(",", ":"))
-        annotations[names.TEMPLATE_ANNOTATION] = text
-        spec = {**spec, "template": state.good_template}
-    elif is_held or not state.num_passed:
-        # A paused Deployment still ends its old pods once all new ones are available: they are not, until the verdict.
-        # The first batch is held by this from its beginning, however late the operator comes to pause it.
-        spec = {**spec, "paused": spec["paused"] or is_held, "minReadySeconds": spec["progressDeadlineSeconds"] - 1}
-    return {
-        **deployment,
-        "metadata": {**metadata, "annotations": annotations},
-        "spec": spec,
-    }
-
-
-def hold_split(deployment: Object, max_unavailable: int | None) -> Object:
-    """Keeps engines of two models side by side in the Deployment that is to be applied.
-
-    New engines never become available meanwhile, so Kubernetes goes no further than the step allows, whoever leads.
-
-    Args:
-        deployment: As rendered.
-        max_unavailable: Engines of the older model that may be away; None: one model is served.
-    """
-    if max_unavailable is None:
-        return deployment
-    spec = deployment["spec"]
-    update = {**spec["strategy"]["rollingUpdate"], "maxUnavailable": max_unavailable}
-    return {
-        **deployment,
-        "spec": {
-            **spec,
-            "strategy": {**spec["strategy"], "rollingUpdate": update},
-            "minReadySeconds": spec["progressDeadlineSeconds"] - 1,
-        },
-    }
 
 
 def _read_state(text: str) -> RolloutState | None:

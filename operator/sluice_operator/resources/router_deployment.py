@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.model_identity import identify_model
+from sluice_operator.resources import rolling_update
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import RouterSite, render_router_command
 from sluice_operator.resources.pods import (
@@ -57,7 +58,7 @@ def render_routers(cluster: ServingCluster, default_image: str, control_name: st
         "spec": {
             "replicas": spec.router.replicas,
             "selector": {"matchLabels": names.select_component(name, names.ROUTER)},
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "strategy": rolling_update.ROUTER_STRATEGY,
             "revisionHistoryLimit": 3,
             "template": _render_template(cluster, spec.router.image or default_image, control_name),
         },
