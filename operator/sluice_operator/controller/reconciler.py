@@ -20,13 +20,14 @@ from sluice_operator.autotune.tuner import Tuner
 from sluice_operator.controller.apply_step import apply_children
 from sluice_operator.controller.cluster_state import DEFER_S, ClusterState
 from sluice_operator.controller.observation import observe_children, observe_plan_inputs, observe_routers
-from sluice_operator.controller.plan_step import drain_limit_s, read_stored_plan, reconcile_plan
+from sluice_operator.controller.plan_step import read_stored_plan, reconcile_plan
 from sluice_operator.controller.preconditions import judge_spec
 from sluice_operator.controller.rollout_step import decide_rollout
 from sluice_operator.controller.status_inputs import StatusInputs, is_rolling, is_whole
 from sluice_operator.controller.status_step import MEASURE_INTERVAL_S, RecordConditions, StatusWriter
 from sluice_operator.kubernetes.interface import CLUSTERS, ForbiddenError, uid_of
 from sluice_operator.kubernetes.own_writes import OwnWrites
+from sluice_operator.planning.drain_timeout import drain_limit_s
 from sluice_operator.planning.node_notices import NodeNotices
 from sluice_operator.planning.rollout_gate import GateDecision
 from sluice_operator.planning.upgrades import UPGRADE_ALLOWED, UpgradePlaces
