@@ -29,30 +29,6 @@ if TYPE_CHECKING:
 MAX_MESSAGE_CHARACTERS = 4096
 # Its changes are measurements, which make no event.
 MEASURED_CONDITION = ConditionType.SLO_MET
-# Reasons that are no news when a cluster is new, and no warning.
-NORMAL_REASONS = frozenset(
-    {
-        Reason.AS_EXPECTED,
-        Reason.VALID,
-        Reason.OFF,
-        Reason.SIZED,
-        Reason.IDLE,
-        Reason.TUNED,
-        Reason.ON_TRIAL,
-        Reason.RECOMMENDED,
-        Reason.COOLING_DOWN,
-        Reason.MEASURING,
-        Reason.SEARCHING,
-        Reason.NO_SAMPLE,
-        Reason.NO_LATENCY_MODEL,
-        Reason.NO_REPORT,
-        Reason.STARTING,
-        Reason.NONE_READY,
-        Reason.SETTLED,
-        Reason.ROLLOUT_PAUSED,
-        Reason.UPGRADE_WAITING,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,24 +337,6 @@ def _decide_autoscaled(inputs: StatusInputs) -> Condition:
     return condition(
         Reason.SPEC_INVALID, "the number of engines stays until the spec can be carried out; see SpecValid"
     )
-
-
-def list_transitions(old: Object, new: Object) -> list[Object]:
-    """Lists conditions that changed in status or reason, without measurements and without normal initial reasons."""
-    before = {item["type"]: (item["status"], item["reason"]) for item in old.get("conditions", [])}
-    return [
-        item
-        for item in new["conditions"]
-        if item["type"] != MEASURED_CONDITION
-        and before.get(item["type"]) != (item["status"], item["reason"])
-        and (item["type"] in before or item["reason"] not in NORMAL_REASONS)
-    ]
-
-
-def is_warning(condition: Object) -> bool:
-    """Whether a condition says that something is wrong."""
-    bad = "True" if condition["type"] == ConditionType.DEGRADED else "False"
-    return bool(condition["status"] == bad) and condition["reason"] not in NORMAL_REASONS
 
 
 def render_condition(condition: Condition, old: Object, generation: int, now_text: str) -> Object:
