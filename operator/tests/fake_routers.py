@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_operator.api.names import COMPONENT_LABEL, ENGINE, MODEL_LABEL, ROUTER
 from sluice_operator.kubernetes.interface import PODS, name_of
-from sluice_operator.routers.connections import NO_NAMES
+from sluice_operator.routers.connection_table import NO_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

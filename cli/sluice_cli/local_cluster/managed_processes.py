@@ -12,7 +12,7 @@ from sluice.v1 import control_pb2
 from sluice_cli.local_cluster.cluster_directory import ProcessRecord, read_start_time
 from sluice_cli.local_cluster.cluster_status import pick_engine_status
 from sluice_cli.local_cluster.endpoints import list_ports
-from sluice_operator.routers.connection import ControlTls
+from sluice_operator.routers.router_connection import ControlTls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sluice_cli.processes.supervisor import SupervisedProcess
     from sluice_core.records import EngineId
     from sluice_operator.resources import commands
-    from sluice_operator.routers.connection import RouterConnection
+    from sluice_operator.routers.router_connection import RouterConnection
 
 SERVING = (control_pb2.ENGINE_STATE_READY, control_pb2.ENGINE_STATE_DRAINING)
 

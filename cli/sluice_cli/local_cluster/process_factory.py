@@ -13,7 +13,7 @@ from sluice_cli.processes.supervisor import SupervisedProcess
 from sluice_operator.api import names
 from sluice_operator.resources import commands
 from sluice_operator.resources.pods.pod_status import ENGINE_REFUSAL_EXIT_CODES
-from sluice_operator.routers.connection import RouterConnection
+from sluice_operator.routers.router_connection import RouterConnection
 
 if TYPE_CHECKING:
     import asyncio

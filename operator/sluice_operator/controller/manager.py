@@ -40,7 +40,7 @@ from sluice_operator.kubernetes.retry import Retry
 from sluice_operator.logs import current_object
 from sluice_operator.metrics import OperatorMetrics
 from sluice_operator.planning.node_notices import NodeNotices
-from sluice_operator.routers.connections import RouterConnections
+from sluice_operator.routers.connection_table import RouterConnections
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

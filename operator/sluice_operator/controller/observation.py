@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sluice_operator.kubernetes.interface import Kind, Kubernetes, Object
     from sluice_operator.resources.desired import ChildKey
     from sluice_operator.resources.pods.pod_status import Pod
-    from sluice_operator.routers.connections import Routers
+    from sluice_operator.routers.connection_table import Routers
     from sluice_operator.routers.engine_reports import EngineReport
 
 PLAN_KINDS = (CONFIG_MAPS, DEPLOYMENTS)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from sluice_operator.controller.preconditions import SpecVerdict
     from sluice_operator.kubernetes.interface import Kubernetes, Object
     from sluice_operator.resources.pods.pod_status import Failure
-    from sluice_operator.routers.connections import Routers
+    from sluice_operator.routers.connection_table import Routers
     from sluice_operator.settings import OperatorSettings
 
 # Routers may take so long to answer a new process.
