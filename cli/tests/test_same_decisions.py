@@ -30,8 +30,9 @@ from sluice_operator.api.sliders import Sliders, resolve_sliders, resolve_strate
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 from sluice_operator.autotune.tuner import Tuner, TunerInputs
 from sluice_operator.controller.preconditions import check_cluster
-from sluice_operator.planning.plan import StoredPlan, make_plan
+from sluice_operator.planning.plan import make_plan
 from sluice_operator.planning.plan_message import render_plan
+from sluice_operator.planning.plan_store import StoredPlan
 from sluice_operator.planning.scale_down import decide_scale
 from sluice_operator.resources.certificates import describe_security, locate_in_pod
 from sluice_operator.resources.engine_deployment import render_engines

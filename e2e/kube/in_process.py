@@ -26,7 +26,7 @@ from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.kubernetes.client import KubernetesClient
 from sluice_operator.kubernetes.interceptors import READ_VERBS, InterceptedKubernetes
 from sluice_operator.kubernetes.interface import CLUSTERS, PODS, ConflictError, KubernetesError, annotations_of, uid_of
-from sluice_operator.planning.plan import read_plan
+from sluice_operator.planning.plan_store import read_plan
 from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from testbed.settings import ROOT
 
 from sluice.v1 import plan_pb2
 from sluice_operator.kubernetes.interface import CONFIG_MAPS, uid_of
-from sluice_operator.planning.plan import read_plan
+from sluice_operator.planning.plan_store import read_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

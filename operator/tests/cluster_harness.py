@@ -11,7 +11,7 @@ from sluice_operator.api.names import COMPONENT_LABEL, ENGINE, ROLE_LABEL, Clust
 from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS, DEPLOYMENTS, PODS, KubernetesError, Object
 from sluice_operator.planning.node_notices import NodeNotices
-from sluice_operator.planning.plan import read_plan
+from sluice_operator.planning.plan_store import read_plan
 from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:

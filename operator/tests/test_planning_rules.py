@@ -26,7 +26,8 @@ from sluice_operator.planning.model_switch import (
     has_routers,
     is_split,
 )
-from sluice_operator.planning.plan import StoredPlan, make_plan, read_plan, resolve_revisions, write_plan, write_switch
+from sluice_operator.planning.plan import make_plan, resolve_revisions
+from sluice_operator.planning.plan_store import StoredPlan, read_plan, write_plan, write_switch
 from sluice_operator.planning.rollout_gate import CHECK_INTERVAL_S, RollFacts, decide_gate
 from sluice_operator.resources.pods.pod_status import Pod
 from sluice_operator.resources.rollout_state import RolloutState

@@ -14,7 +14,8 @@ from sluice_core.records import EngineId, Role
 from sluice_operator.api import names
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import resolve_sliders
-from sluice_operator.planning.plan import StoredPlan, make_plan, read_plan, write_plan
+from sluice_operator.planning.plan import make_plan
+from sluice_operator.planning.plan_store import StoredPlan, read_plan, write_plan
 from sluice_operator.planning.scale_down import RemovableEngine, ScaleDecision, choose_victims, decide_scale
 from sluice_operator.resources.pods.pod_status import Pod
 from sluice_operator.routers.engine_reports import EngineReport

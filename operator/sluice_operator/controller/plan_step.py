@@ -14,8 +14,8 @@ from sluice_operator.controller.rollout_step import SwitchOutcome, switch_models
 from sluice_operator.kubernetes.interface import CONFIG_MAPS, uid_of
 from sluice_operator.planning.drain_timeout import drain_limit_s, find_drain_starts, find_expired
 from sluice_operator.planning.node_drains import choose_leaving
-from sluice_operator.planning.plan import StoredPlan, make_plan, read_plan, resolve_revisions
-from sluice_operator.planning.plan_store import store_plan
+from sluice_operator.planning.plan import make_plan, resolve_revisions
+from sluice_operator.planning.plan_store import StoredPlan, read_plan, store_plan
 from sluice_operator.planning.scale_down import ScaleDecision, decide_scale
 from sluice_operator.resources.apply import ChildApplier
 from sluice_operator.routers.engine_reports import count_loads, has_acknowledged

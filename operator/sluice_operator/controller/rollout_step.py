@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sluice_operator.controller.cluster_state import ClusterState
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
     from sluice_operator.kubernetes.interface import Object
-    from sluice_operator.planning.plan import StoredPlan
+    from sluice_operator.planning.plan_store import StoredPlan
     from sluice_operator.resources.rollout_state import RolloutState
 
 # Beyond drain and start: the pod's termination, its image, the kubelet.
