@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from testbed.client import Client
 
     from sluice_operator.kubernetes.client import KubernetesClient
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 pytestmark = pytest.mark.usefixtures("crd", "crash_node")
 

@@ -25,7 +25,8 @@ from testbed.fake_nodes import is_ready, make_node
 
 from sluice_operator.controller.manager import format_now
 from sluice_operator.controller.reconciler import Reconciler
-from sluice_operator.kubernetes.interface import DEPLOYMENTS, InvalidError
+from sluice_operator.kubernetes.errors import InvalidError
+from sluice_operator.kubernetes.kinds import DEPLOYMENTS
 from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:

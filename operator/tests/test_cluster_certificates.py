@@ -11,7 +11,7 @@ from desired_harness import SETTINGS, check, engine_template, render, router_tem
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.names import COMPONENT_LABEL, ROUTER
 from sluice_operator.controller.preconditions import check_cluster
-from sluice_operator.kubernetes.interface import CERTIFICATES, CLUSTERS, DEPLOYMENTS, PODS, kind_of
+from sluice_operator.kubernetes.kinds import CERTIFICATES, CLUSTERS, DEPLOYMENTS, PODS, kind_of
 from sluice_operator.resources.desired import RenderInputs, key_of, render_children
 from sluice_operator.settings import OperatorSettings
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sluice.v1 import plan_pb2
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.controller.status_inputs import StatusInputs
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.resources.rollout_state import RolloutState
 

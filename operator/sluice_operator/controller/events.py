@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from sluice_operator.api.condition_types import ConditionType, Reason
 from sluice_operator.api.names import MANAGER
 from sluice_operator.controller.conditions import MEASURED_CONDITION
-from sluice_operator.kubernetes.interface import KubernetesError
+from sluice_operator.kubernetes.errors import KubernetesError
 
 if TYPE_CHECKING:
-    from sluice_operator.kubernetes.interface import Kubernetes, Object
+    from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.kubernetes.objects import Object
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
-from sluice_operator.kubernetes.interface import (
+from sluice_operator.kubernetes.errors import BusyError, KubernetesError
+from sluice_operator.kubernetes.kinds import (
     CERTIFICATES,
     CONFIG_MAPS,
     DEPLOYMENTS,
@@ -20,12 +21,8 @@ from sluice_operator.kubernetes.interface import (
     SERVICE_ACCOUNTS,
     SERVICE_MONITORS,
     SERVICES,
-    BusyError,
-    KubernetesError,
-    labels_of,
-    name_of,
-    uid_of,
 )
+from sluice_operator.kubernetes.objects import labels_of, name_of, uid_of
 from sluice_operator.resources.desired import get_controller, key_of
 from sluice_operator.resources.pods.pod_status import read_pod
 from sluice_operator.routers.engine_reports import merge_reports
@@ -36,7 +33,9 @@ if TYPE_CHECKING:
     from sluice.v1 import control_pb2
     from sluice_core.records import EngineId
     from sluice_operator.api.names import ClusterKey
-    from sluice_operator.kubernetes.interface import Kind, Kubernetes, Object
+    from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.kubernetes.kinds import Kind
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.resources.desired import ChildKey
     from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.routers.connection_table import Routers

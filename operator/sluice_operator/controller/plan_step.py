@@ -11,7 +11,8 @@ from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autoscaling.scaler import ScalerInputs, apply_replicas
 from sluice_operator.autotune.tuner import TunerInputs
 from sluice_operator.controller.rollout_step import SwitchOutcome, switch_models
-from sluice_operator.kubernetes.interface import CONFIG_MAPS, uid_of
+from sluice_operator.kubernetes.kinds import CONFIG_MAPS
+from sluice_operator.kubernetes.objects import uid_of
 from sluice_operator.planning.drain_timeout import drain_limit_s, find_drain_starts, find_expired
 from sluice_operator.planning.node_drains import choose_leaving
 from sluice_operator.planning.plan import make_plan, resolve_revisions
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from sluice_operator.controller.cluster_state import ClusterState
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
     from sluice_operator.controller.preconditions import SpecVerdict
-    from sluice_operator.kubernetes.interface import Kubernetes, Object
+    from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.kubernetes.own_writes import OwnWrites
     from sluice_operator.planning.node_notices import NodeNotices
     from sluice_operator.resources.pods.pod_status import Failure

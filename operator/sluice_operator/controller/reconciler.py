@@ -25,7 +25,9 @@ from sluice_operator.controller.preconditions import judge_spec
 from sluice_operator.controller.rollout_step import decide_rollout
 from sluice_operator.controller.status_inputs import StatusInputs, is_rolling, is_whole
 from sluice_operator.controller.status_step import MEASURE_INTERVAL_S, RecordConditions, StatusWriter
-from sluice_operator.kubernetes.interface import CLUSTERS, ForbiddenError, uid_of
+from sluice_operator.kubernetes.errors import ForbiddenError
+from sluice_operator.kubernetes.kinds import CLUSTERS
+from sluice_operator.kubernetes.objects import uid_of
 from sluice_operator.kubernetes.own_writes import OwnWrites
 from sluice_operator.planning.drain_timeout import drain_limit_s
 from sluice_operator.planning.node_notices import NodeNotices
@@ -46,7 +48,8 @@ if TYPE_CHECKING:
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
     from sluice_operator.controller.plan_step import PlanOutcome
     from sluice_operator.controller.preconditions import SpecVerdict
-    from sluice_operator.kubernetes.interface import Kubernetes, Object
+    from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.resources.pods.pod_status import Failure
     from sluice_operator.routers.connection_table import Routers
     from sluice_operator.settings import OperatorSettings

@@ -12,7 +12,7 @@ from sluice_operator.api.model_identity import identify_model
 from sluice_operator.api.spec.model_spec import ModelSpec
 from sluice_operator.controller.cluster_state import MeasuredBatch
 from sluice_operator.controller.preconditions import has_served
-from sluice_operator.kubernetes.interface import annotations_of
+from sluice_operator.kubernetes.objects import annotations_of
 from sluice_operator.planning.model_switch import (
     ModelSwitch,
     SplitStep,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sluice_operator.api.spec.rollout_spec import RolloutGateSpec
     from sluice_operator.controller.cluster_state import ClusterState
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.planning.plan_store import StoredPlan
     from sluice_operator.resources.rollout_state import RolloutState
 

@@ -20,7 +20,7 @@ from sluice_operator.routers.attainment import format_share
 
 if TYPE_CHECKING:
     from sluice_operator.controller.status_inputs import StatusInputs
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 # Changes of these alone are measurements, written every 15 s at most.
 MEASURED_FIELD = "attainment"

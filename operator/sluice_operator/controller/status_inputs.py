@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sluice_operator.autoscaling.stored_scale import StoredScale
     from sluice_operator.autotune.decision import AutotuneStatus
     from sluice_operator.autotune.search_messages import SearchResult
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.routers.engine_reports import EngineReport
 

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.controller.events import create_events
 from sluice_operator.controller.status import make_patch, render_forbidden_status, render_status, strip_measurements
-from sluice_operator.kubernetes.interface import CLUSTERS, uid_of
+from sluice_operator.kubernetes.kinds import CLUSTERS
+from sluice_operator.kubernetes.objects import uid_of
 
 if TYPE_CHECKING:
     from sluice_operator.api.names import ClusterKey
     from sluice_operator.controller.cluster_state import ClusterState
     from sluice_operator.controller.status_inputs import StatusInputs
-    from sluice_operator.kubernetes.interface import Kubernetes, Object
+    from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.kubernetes.own_writes import OwnWrites
 
 # Namespace and name of a cluster, and its conditions.

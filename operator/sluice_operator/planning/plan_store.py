@@ -20,13 +20,15 @@ from sluice_operator.api.proto_enums import ROLES
 from sluice_operator.api.spec.model_spec import ModelSpec
 from sluice_operator.autoscaling.stored_scale import StoredScale
 from sluice_operator.autotune.decision import StoredSliders
-from sluice_operator.kubernetes.interface import CONFIG_MAPS, ConflictError, annotations_of, uid_of
+from sluice_operator.kubernetes.errors import ConflictError
+from sluice_operator.kubernetes.kinds import CONFIG_MAPS
+from sluice_operator.kubernetes.objects import annotations_of, uid_of
 from sluice_operator.planning.model_switch import ModelSwitch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.kubernetes.own_writes import OwnWrites
     from sluice_operator.resources.apply import ChildApplier
 

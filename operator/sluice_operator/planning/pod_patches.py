@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from sluice_core.records import EngineId
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.planning.scale_down import ScaleDecision
     from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.routers.engine_reports import EngineReport

@@ -6,17 +6,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sluice_operator.api.condition_types import Reason
-from sluice_operator.kubernetes.interface import (
-    CERTIFICATES,
-    CLUSTERS,
-    DISRUPTION_BUDGETS,
-    ConflictError,
-    ForbiddenError,
-    InvalidError,
-    kind_of,
-    name_of,
-    uid_of,
-)
+from sluice_operator.kubernetes.errors import ConflictError, ForbiddenError, InvalidError
+from sluice_operator.kubernetes.kinds import CERTIFICATES, CLUSTERS, DISRUPTION_BUDGETS, kind_of
+from sluice_operator.kubernetes.objects import name_of, uid_of
 from sluice_operator.resources.desired import get_controller, is_applied, key_of, require_uid, set_controller_reference
 from sluice_operator.resources.pods.pod_status import Failure
 
@@ -24,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Collection, Mapping
 
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.kubernetes.interface import Kubernetes, Object
+    from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.resources.desired import ChildKey
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import Reason
-from sluice_operator.kubernetes.interface import CERTIFICATES, name_of
+from sluice_operator.kubernetes.kinds import CERTIFICATES
+from sluice_operator.kubernetes.objects import name_of
 from sluice_operator.resources.commands import Security
 from sluice_operator.resources.pods.pod_status import Failure
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.api.spec.network_spec import TlsSpec
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 KEYS, FRONT, PEERS = "api-keys", "front-tls", "peer-tls"
 DIRECTORY = "/etc/sluice"

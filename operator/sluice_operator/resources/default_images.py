@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
-from sluice_operator.kubernetes.interface import annotations_of
+from sluice_operator.kubernetes.objects import annotations_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

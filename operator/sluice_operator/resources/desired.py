@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sluice_operator.api import names
-from sluice_operator.kubernetes.interface import annotations_of, name_of, uid_of
+from sluice_operator.kubernetes.objects import annotations_of, name_of, uid_of
 from sluice_operator.kubernetes.quantities import read_quantity
 from sluice_operator.resources import (
     disruption_budgets,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.api.spec.model_spec import ModelSpec
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.resources.rollout_state import RolloutState
     from sluice_operator.settings import OperatorSettings
 

@@ -11,7 +11,7 @@ EVICTIONS_AT_ONCE = 1
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 
 def render_disruption_budgets(cluster: ServingCluster) -> list[Object]:

@@ -30,7 +30,7 @@ from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rol
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.resources.commands import Security
 
 # The kubelet fills these in: Kubernetes replaces $(NAME) in a command by the variable's value.

@@ -9,7 +9,7 @@ from sluice_operator.api.field_types import port_range
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 # Set by Kubernetes on every namespace.
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"

@@ -6,11 +6,11 @@ import json
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
-from sluice_operator.kubernetes.interface import annotations_of
+from sluice_operator.kubernetes.objects import annotations_of
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingClusterSpec
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.resources.rollout_state import RolloutState
 
 # Beyond the start itself: pulling an image of ten gigabytes.

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from sluice_operator.api import names
-from sluice_operator.kubernetes.interface import annotations_of
+from sluice_operator.kubernetes.objects import annotations_of
 from sluice_operator.resources.rollout_hash import read_kept_template
 
 if TYPE_CHECKING:
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from sluice_operator.resources.rollout_hash import RESTARTS_ROUTERS, compute_rol
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.api.spec.pod_fields import Resources
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.resources.commands import Security
 
 PLAN_DIRECTORY = "/etc/sluice/plan"

@@ -8,7 +8,7 @@ from sluice_operator.api import names
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 
 def render_service_accounts(cluster: ServingCluster) -> list[Object]:

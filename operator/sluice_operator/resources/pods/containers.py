@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sluice_operator.api.spec.pod_fields import PodFields, Resources
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 
 # The root is read-only: caches go to an emptyDir.

@@ -8,7 +8,7 @@ from sluice_operator.resources.pods.security_context import POD_SECURITY
 from sluice_operator.resources.pods.termination import compute_grace_period_s
 
 if TYPE_CHECKING:
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 
 TMP_VOLUME: Object = {"name": "tmp", "emptyDir": {}}

@@ -18,14 +18,14 @@ from sluice_operator.api.names import (
     RESTART_HASH_ANNOTATION,
     ROLE_LABEL,
 )
-from sluice_operator.kubernetes.interface import annotations_of, labels_of, name_of, uid_of
+from sluice_operator.kubernetes.objects import annotations_of, labels_of, name_of, uid_of
 from sluice_operator.resources.pods.model_volume import RESOLVE_MODEL
 from sluice_operator.resources.pods.rdma import PREFLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 # A container that ended this often is not one that was moved or killed once.
 CRASH_LOOP_RESTARTS = 2

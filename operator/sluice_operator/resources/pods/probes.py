@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sluice_operator.api.names import METRICS_PORT
 
 if TYPE_CHECKING:
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 STARTUP_PERIOD_S = 2
 

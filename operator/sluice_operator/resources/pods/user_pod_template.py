@@ -28,7 +28,7 @@ from sluice_operator.resources.pods.security_context import CONTAINER_SECURITY, 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 # Fields by which lists of Kubernetes are merged; other lists are replaced.
 MERGE_KEYS = {
