@@ -72,7 +72,6 @@ def render_engines(cluster: ServingCluster, replicas: int, default_image: str, g
             "replicas": replicas,
             "selector": {"matchLabels": labels},
             **rolling_update.render_rolling_update(spec),
-            "revisionHistoryLimit": 3,
             "template": _render_template(cluster, spec.engine.image or default_image, gpu_resource_name),
         },
     }

@@ -36,6 +36,7 @@ def render_rolling_update(spec: ServingClusterSpec) -> Object:
         "paused": rollout.paused,
         # Until its verdict, or so long without one, a new engine lets no other be replaced.
         "minReadySeconds": min_ready_s,
+        "revisionHistoryLimit": 3,
         "progressDeadlineSeconds": deadline_s,
     }
 
