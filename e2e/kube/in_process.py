@@ -19,7 +19,8 @@ from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.config import kube_config
 from testbed.settings import ROOT
 
-from sluice_operator.api.names import COMPONENT_LABEL, DELETION_COST_ANNOTATION, ENGINE, ROLE_LABEL, ClusterKey
+from sluice_operator.api.labels import COMPONENT_LABEL, DELETION_COST_ANNOTATION, ROLE_LABEL
+from sluice_operator.api.names import ENGINE, ClusterKey
 from sluice_operator.controller.manager import format_now
 from sluice_operator.controller.observation import CHILD_KINDS
 from sluice_operator.controller.reconciler import Reconciler

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from fake_kubernetes import FakeKubernetes, make_cluster
 from fake_routers import FakeRouters
 
-from sluice_operator.api.names import COMPONENT_LABEL, ENGINE, ROLE_LABEL, ClusterKey
+from sluice_operator.api.labels import COMPONENT_LABEL, ROLE_LABEL
+from sluice_operator.api.names import ENGINE, ClusterKey
 from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.kubernetes.errors import KubernetesError
 from sluice_operator.kubernetes.kinds import CLUSTERS, CONFIG_MAPS, DEPLOYMENTS, PODS

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, plan_pb2
-from sluice_operator.api.names import COMPONENT_LABEL, ENGINE, MODEL_LABEL, ROUTER
+from sluice_operator.api.labels import COMPONENT_LABEL, MODEL_LABEL
+from sluice_operator.api.names import ENGINE, ROUTER
 from sluice_operator.kubernetes.kinds import PODS
 from sluice_operator.kubernetes.objects import name_of
 from sluice_operator.routers.connection_table import NO_NAMES

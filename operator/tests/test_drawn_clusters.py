@@ -26,7 +26,7 @@ from test_operator_faults import Crash
 from tuner_harness import BOUNDS, make_samples
 
 from sluice.v1 import control_pb2
-from sluice_operator.api.names import DEFAULT_IMAGE_ANNOTATION, ROLLOUT_ANNOTATION, TEMPLATE_ANNOTATION
+from sluice_operator.api.labels import DEFAULT_IMAGE_ANNOTATION, ROLLOUT_ANNOTATION, TEMPLATE_ANNOTATION
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autoscaling.capacity_messages import CapacityPoint, CapacityRequest, CapacityResult
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult

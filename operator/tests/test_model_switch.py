@@ -8,8 +8,8 @@ import pytest
 from cluster_harness import World
 from desired_harness import engine_template, router_template
 
+from sluice_operator.api.labels import COMPONENT_LABEL, MODEL_LABEL
 from sluice_operator.api.model_identity import identify_model
-from sluice_operator.api.names import COMPONENT_LABEL, MODEL_LABEL
 from sluice_operator.api.spec.model_spec import ModelSpec
 from sluice_operator.api.spec.rollout_spec import RolloutSpec
 from sluice_operator.kubernetes.kinds import PODS, SERVICES

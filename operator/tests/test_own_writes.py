@@ -11,7 +11,7 @@ from cluster_harness import KEY, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice_operator.api.names import ROLE_LABEL
+from sluice_operator.api.labels import ROLE_LABEL
 from sluice_operator.controller.cluster_state import DEFER_S, MAX_DEFER_S
 from sluice_operator.controller.event_filter import EventFilter
 from sluice_operator.controller.reconciler import Reconciler

@@ -12,6 +12,7 @@ from fake_kubernetes import make_cluster
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_operator.api import names
+from sluice_operator.api.labels import GENERATION_ANNOTATION, TUNED_ANNOTATION
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.model_identity import REVISION_KEY_PREFIX, identify_model
 from sluice_operator.api.sliders import Sliders
@@ -166,7 +167,7 @@ TUNED = StoredSliders(
 
 
 def store(plan: plan_pb2.Plan, *, generation: str = "", **data: str) -> dict[str, Any]:
-    annotations = {names.GENERATION_ANNOTATION: generation, names.TUNED_ANNOTATION: TUNED.to_json()}
+    annotations = {GENERATION_ANNOTATION: generation, TUNED_ANNOTATION: TUNED.to_json()}
     return {
         "metadata": {"name": "plan", "annotations": annotations},
         "data": {names.PLAN_FILE: write_plan(plan), **data},

@@ -13,7 +13,7 @@ from test_operator_faults import Crash, CrashOnce
 from tuner_harness import BOUNDS
 
 from sluice.v1 import control_pb2
-from sluice_operator.api.names import SCALE_ANNOTATION
+from sluice_operator.api.labels import SCALE_ANNOTATION
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autoscaling.stored_scale import StoredScale
 from sluice_operator.autotune.search_process import SearchError

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
+from sluice_operator.api.labels import CLUSTER_LABEL, COMPONENT_LABEL
 from sluice_operator.kubernetes.errors import BusyError, KubernetesError
 from sluice_operator.kubernetes.kinds import (
     CERTIFICATES,
@@ -143,14 +144,14 @@ def observe_routers(routers: Routers, key: ClusterKey, observed: ObservedState) 
 
 
 async def _list(kubernetes: Kubernetes, key: ClusterKey, kinds: Collection[Kind]) -> list[Object]:
-    labels = {names.CLUSTER_LABEL: key.name}
+    labels = {CLUSTER_LABEL: key.name}
     async with asyncio.TaskGroup() as group:
         reads = [group.create_task(kubernetes.list(kind, key.namespace, labels)) for kind in kinds]
     return [item for read in reads for item in read.result()]
 
 
 def _read_pods(pods: Collection[Object], component: str) -> tuple[Pod, ...]:
-    found = [read_pod(pod) for pod in pods if labels_of(pod).get(names.COMPONENT_LABEL) == component]
+    found = [read_pod(pod) for pod in pods if labels_of(pod).get(COMPONENT_LABEL) == component]
     return tuple(sorted(found, key=lambda pod: pod.name))
 
 

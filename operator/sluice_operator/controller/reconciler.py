@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.labels import UPGRADE_ANNOTATION
 from sluice_operator.autoscaling import capacity_process
 from sluice_operator.autoscaling.scaler import Scaler
 from sluice_operator.autotune.search_process import SearchRunner
@@ -243,7 +244,7 @@ class Reconciler:
         limit = settings.max_concurrent_upgrades
         return kept, (
             f"an upgrade waits, of {' and '.join(changes)}: {limit} clusters upgrade at once, and one whose rollout is "
-            f"paused does not; annotate this one with {names.UPGRADE_ANNOTATION}={UPGRADE_ALLOWED} to begin now"
+            f"paused does not; annotate this one with {UPGRADE_ANNOTATION}={UPGRADE_ALLOWED} to begin now"
         )
 
     async def _apply(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.labels import DEFAULT_IMAGE_ANNOTATION
 from sluice_operator.api.model_identity import identify_model
 from sluice_operator.api.spec.model_spec import ModelSpec
 from sluice_operator.controller.cluster_state import MeasuredBatch
@@ -203,5 +204,5 @@ def _find_gated_roll(cluster: ServingCluster, live: Object | None) -> RolloutSta
     spec = cluster.spec
     if spec.rollout.gate is None or live is None:
         return None
-    image = spec.engine.image or annotations_of(live).get(names.DEFAULT_IMAGE_ANNOTATION, "")
+    image = spec.engine.image or annotations_of(live).get(DEFAULT_IMAGE_ANNOTATION, "")
     return find_roll(live, compute_rollout_hash(spec, RESTARTS_ENGINES, image))

@@ -9,6 +9,7 @@ from sluice_core.slo import SloCounts
 from sluice_core.strategies import get_strategy
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import ConditionType, Reason
+from sluice_operator.api.labels import format_selector, select_component
 from sluice_operator.controller.conditions import (
     MAX_MESSAGE_CHARACTERS,
     MEASURED_CONDITION,
@@ -42,7 +43,7 @@ def render_status(inputs: StatusInputs, now_text: str) -> Object:
         "conditions": conditions,
         "replicas": sum(pod.is_present for pod in inputs.engines),
         "readyReplicas": inputs.num_engines_ready,
-        "selector": names.format_selector(names.select_component(name, names.ENGINE)),
+        "selector": format_selector(select_component(name, names.ENGINE)),
         "routerReplicas": sum(pod.is_present for pod in inputs.routers),
         "readyRouterReplicas": inputs.num_routers_ready,
         "effective": _render_effective(inputs, old.get("effective") or {}),

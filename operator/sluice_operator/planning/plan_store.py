@@ -15,6 +15,7 @@ from google.protobuf import json_format
 from sluice.v1 import plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_operator.api import names
+from sluice_operator.api.labels import GENERATION_ANNOTATION, SCALE_ANNOTATION, TUNED_ANNOTATION, label_child
 from sluice_operator.api.model_identity import REVISION_KEY_PREFIX, name_revision_key
 from sluice_operator.api.proto_enums import ROLES
 from sluice_operator.api.spec.model_spec import ModelSpec
@@ -78,7 +79,7 @@ def _render(applier: ChildApplier, stored: StoredPlan) -> Object:
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",
-            "metadata": {"name": names.name_plan(cluster), "labels": names.label_child(cluster, names.ROUTER)},
+            "metadata": {"name": names.name_plan(cluster), "labels": label_child(cluster, names.ROUTER)},
             "data": {
                 names.PLAN_FILE: write_plan(stored.plan),
                 names.ACCEPTED_SPEC_FILE: json.dumps(stored.accepted_spec, sort_keys=True),
@@ -88,10 +89,10 @@ def _render(applier: ChildApplier, stored: StoredPlan) -> Object:
         }
     )
     content["metadata"]["annotations"] = {
-        names.GENERATION_ANNOTATION: str(stored.plan.generation),
+        GENERATION_ANNOTATION: str(stored.plan.generation),
         # Empty rather than absent: a merge patch keeps what it does not name.
-        names.TUNED_ANNOTATION: stored.tuned.to_json() if stored.tuned else "",
-        names.SCALE_ANNOTATION: stored.scale.to_json() if stored.scale else "",
+        TUNED_ANNOTATION: stored.tuned.to_json() if stored.tuned else "",
+        SCALE_ANNOTATION: stored.scale.to_json() if stored.scale else "",
     }
     return content
 
@@ -139,7 +140,7 @@ def read_plan(config_map: Object | None, cluster_uid: str) -> StoredPlan:
     """
     if config_map is None:
         return StoredPlan()
-    number = annotations_of(config_map).get(names.GENERATION_ANNOTATION, "")
+    number = annotations_of(config_map).get(GENERATION_ANNOTATION, "")
     generation = int(number) if number.isdecimal() else 0
     data = config_map.get("data") or {}
     text = data.get(names.PLAN_FILE, "")
@@ -154,8 +155,8 @@ def read_plan(config_map: Object | None, cluster_uid: str) -> StoredPlan:
     return StoredPlan(
         plan=plan,
         generation=max(generation, plan.generation),
-        tuned=StoredSliders.from_json(annotations.get(names.TUNED_ANNOTATION, "")),
-        scale=StoredScale.from_json(annotations.get(names.SCALE_ANNOTATION, "")),
+        tuned=StoredSliders.from_json(annotations.get(TUNED_ANNOTATION, "")),
+        scale=StoredScale.from_json(annotations.get(SCALE_ANNOTATION, "")),
         accepted_spec=_read_object(data.get(names.ACCEPTED_SPEC_FILE, "")),
         switch=_read_switch(data.get(names.MODELS_FILE, "")),
         revisions={

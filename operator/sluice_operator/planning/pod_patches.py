@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api.names import DELETION_COST_ANNOTATION, DRAINING_SINCE_ANNOTATION, ROLE_LABEL, ROLE_VALUES
+from sluice_operator.api.labels import DELETION_COST_ANNOTATION, DRAINING_SINCE_ANNOTATION, ROLE_LABEL, ROLE_VALUES
 from sluice_operator.resources.pods.pod_status import DELETION_COST, DRAINED_DELETION_COST
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_operator.api.names import UPGRADE_ANNOTATION
+from sluice_operator.api.labels import UPGRADE_ANNOTATION
 from sluice_operator.kubernetes.objects import annotations_of
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.labels import label_child
 from sluice_operator.kubernetes.kinds import CERTIFICATES
 from sluice_operator.kubernetes.objects import name_of
 from sluice_operator.resources.commands import Security
@@ -146,7 +147,7 @@ def _render_certificate(
     return {
         "apiVersion": CERTIFICATES.api_version,
         "kind": CERTIFICATES.name,
-        "metadata": {"name": name, "labels": names.label_child(cluster, component)},
+        "metadata": {"name": name, "labels": label_child(cluster, component)},
         "spec": {
             "secretName": name,
             "dnsNames": list(hosts),

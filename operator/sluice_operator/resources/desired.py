@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sluice_operator.api import names
+from sluice_operator.api.labels import APPLIED_HASH_ANNOTATION
 from sluice_operator.kubernetes.objects import annotations_of, name_of, uid_of
 from sluice_operator.kubernetes.quantities import read_quantity
 from sluice_operator.resources import (
@@ -123,7 +124,7 @@ def set_controller_reference(child: Object, cluster: ServingCluster) -> Object:
         # Comparing desired fields cannot notice a field that is no longer desired; this hash does.
         "annotations": {
             **annotations_of(child),
-            names.APPLIED_HASH_ANNOTATION: hashlib.sha256(text.encode()).hexdigest()[:16],
+            APPLIED_HASH_ANNOTATION: hashlib.sha256(text.encode()).hexdigest()[:16],
         },
     }
     return owned

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
+from sluice_operator.api.labels import label_child, select_component
 
 # So many pods of one kind at a time.
 EVICTIONS_AT_ONCE = 1
@@ -24,11 +25,11 @@ def render_disruption_budgets(cluster: ServingCluster) -> list[Object]:
             "kind": "PodDisruptionBudget",
             "metadata": {
                 "name": names.name_workload(name, component),
-                "labels": names.label_child(name, component),
+                "labels": label_child(name, component),
             },
             "spec": {
                 "maxUnavailable": EVICTIONS_AT_ONCE,
-                "selector": {"matchLabels": names.select_component(name, component)},
+                "selector": {"matchLabels": select_component(name, component)},
                 "unhealthyPodEvictionPolicy": "AlwaysAllow",
             },
         }

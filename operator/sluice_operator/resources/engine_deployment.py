@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 from sluice_core.records import EngineId
 from sluice_operator.api import names
+from sluice_operator.api.labels import (
+    DEFAULT_IMAGE_ANNOTATION,
+    MODEL_LABEL,
+    RESTART_HASH_ANNOTATION,
+    label_child,
+    select_component,
+)
 from sluice_operator.api.model_identity import identify_model
+from sluice_operator.api.ports import ENGINE_PORT, METRICS_PORT
 from sluice_operator.kubernetes.quantities import add_bytes
 from sluice_operator.resources import rolling_update
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
@@ -59,14 +67,14 @@ def render_engines(cluster: ServingCluster, replicas: int, default_image: str, g
         gpu_resource_name: Extended resource of GPUs, of manifests that name none; empty: nodes have none.
     """
     name, spec = cluster.metadata.name, cluster.spec
-    labels = names.select_component(name, names.ENGINE)
+    labels = select_component(name, names.ENGINE)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
         "metadata": {
             "name": names.name_workload(name, names.ENGINE),
-            "labels": names.label_child(name, names.ENGINE),
-            "annotations": {names.DEFAULT_IMAGE_ANNOTATION: "" if spec.engine.image else default_image},
+            "labels": label_child(name, names.ENGINE),
+            "annotations": {DEFAULT_IMAGE_ANNOTATION: "" if spec.engine.image else default_image},
         },
         "spec": {
             "replicas": replicas,
@@ -79,7 +87,7 @@ def render_engines(cluster: ServingCluster, replicas: int, default_image: str, g
 
 def _render_template(cluster: ServingCluster, image: str, gpu_resource_name: str) -> Object:
     name, spec = cluster.metadata.name, cluster.spec
-    labels = names.select_component(name, names.ENGINE)
+    labels = select_component(name, names.ENGINE)
     # Emulated engines load no weights.
     model = mount_model(spec.model, names.name_plan(name), files=ROUTER_FILES if spec.engine.emulation else ())
     # Engines ask routers for certificates; the control plane speaks with routers only.
@@ -94,7 +102,7 @@ def _render_template(cluster: ServingCluster, image: str, gpu_resource_name: str
         memory["sizeLimit"] = str(spec.engine.shared_memory)
     template: Object = {
         "metadata": {
-            "labels": {**names.label_child(name, names.ENGINE), names.MODEL_LABEL: identify_model(spec.model)},
+            "labels": {**label_child(name, names.ENGINE), MODEL_LABEL: identify_model(spec.model)},
             "annotations": {},
         },
         "spec": {
@@ -116,7 +124,7 @@ def _render_template(cluster: ServingCluster, image: str, gpu_resource_name: str
         rdma.add_rdma(template, container, spec.network.rdma, image)
     merged: Object = strategic_merge(template, spec.engine.pod_template)
     digest = compute_rollout_hash(spec, RESTARTS_ENGINES, image)
-    merged["metadata"].setdefault("annotations", {})[names.RESTART_HASH_ANNOTATION] = digest
+    merged["metadata"].setdefault("annotations", {})[RESTART_HASH_ANNOTATION] = digest
     return merged
 
 
@@ -124,13 +132,13 @@ def _render_container(spec: ServingClusterSpec, image: str, security: Security) 
     site = EngineSite(
         engine_id=EngineId(f"$({ENGINE_ID_VARIABLE})"),
         host="0.0.0.0",
-        port=names.ENGINE_PORT,
-        metrics_port=names.METRICS_PORT,
+        port=ENGINE_PORT,
+        metrics_port=METRICS_PORT,
         kv_host=f"$({KV_HOST_VARIABLE})",
         kv_port=spec.network.kv_port,
         model_directory=MODEL_DIRECTORY,
     )
-    ports = {"grpc": names.ENGINE_PORT, "metrics": names.METRICS_PORT, "kv": spec.network.kv_port}
+    ports = {"grpc": ENGINE_PORT, "metrics": METRICS_PORT, "kv": spec.network.kv_port}
     return {
         "name": names.ENGINE,
         "image": image,

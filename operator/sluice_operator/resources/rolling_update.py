@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from sluice_operator.api import names
+from sluice_operator.api.labels import ROLLOUT_ANNOTATION, TEMPLATE_ANNOTATION
 from sluice_operator.kubernetes.objects import annotations_of
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ def mark_rollout(deployment: Object, state: RolloutState | None, *, is_held: boo
     if state is None:
         return deployment
     spec, metadata = deployment["spec"], deployment["metadata"]
-    annotations = {**annotations_of(deployment), names.ROLLOUT_ANNOTATION: state.to_json()}
+    annotations = {**annotations_of(deployment), ROLLOUT_ANNOTATION: state.to_json()}
     if state.failure:
         text = json.dumps(state.good_template, sort_keys=True, separators=(",", ":"))
-        annotations[names.TEMPLATE_ANNOTATION] = text
+        annotations[TEMPLATE_ANNOTATION] = text
         spec = {**spec, "template": state.good_template}
     elif is_held or not state.num_passed:
         # A paused Deployment still ends its old pods once all new ones are available: they are not, until the verdict.

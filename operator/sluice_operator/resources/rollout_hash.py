@@ -12,7 +12,7 @@ import json
 from typing import TYPE_CHECKING
 
 from sluice_operator.api.field_effects import FieldEffect, walk_fields
-from sluice_operator.api.names import RESTART_HASH_ANNOTATION, TEMPLATE_ANNOTATION
+from sluice_operator.api.labels import RESTART_HASH_ANNOTATION, TEMPLATE_ANNOTATION
 from sluice_operator.kubernetes.objects import annotations_of
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api import names
+from sluice_operator.api.labels import RESTART_HASH_ANNOTATION, ROLLOUT_ANNOTATION
 from sluice_operator.kubernetes.objects import annotations_of
 from sluice_operator.resources.rollout_hash import read_kept_template
 
@@ -43,7 +43,7 @@ class RolloutState:
 
 def hash_of(template: Object) -> str:
     """Restart hash that a pod template carries."""
-    return annotations_of(template).get(names.RESTART_HASH_ANNOTATION, "")
+    return annotations_of(template).get(RESTART_HASH_ANNOTATION, "")
 
 
 def find_roll(live: Object | None, target_hash: str) -> RolloutState | None:
@@ -59,7 +59,7 @@ def find_roll(live: Object | None, target_hash: str) -> RolloutState | None:
     running = read_kept_template(live)
     if running is None:
         return None
-    stored = _read_state(annotations_of(live).get(names.ROLLOUT_ANNOTATION, "")) if live else None
+    stored = _read_state(annotations_of(live).get(ROLLOUT_ANNOTATION, "")) if live else None
     if stored is not None and stored.target_hash == target_hash:
         return stored
     # A roll that an edit overtakes never became good: what served before it still is.
@@ -71,7 +71,7 @@ def find_roll(live: Object | None, target_hash: str) -> RolloutState | None:
 
 def went_back(live: Object) -> bool:
     """Whether a Deployment runs the template from before a roll that failed."""
-    stored = _read_state(annotations_of(live).get(names.ROLLOUT_ANNOTATION, ""))
+    stored = _read_state(annotations_of(live).get(ROLLOUT_ANNOTATION, ""))
     return stored is not None and bool(stored.failure)
 
 

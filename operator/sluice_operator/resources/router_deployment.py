@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
+from sluice_operator.api.labels import (
+    CONTROL_TLS_ANNOTATION,
+    DEFAULT_IMAGE_ANNOTATION,
+    MODEL_LABEL,
+    RESTART_HASH_ANNOTATION,
+    label_child,
+    select_component,
+)
 from sluice_operator.api.model_identity import identify_model
+from sluice_operator.api.ports import CONTROL_PORT, ENGINE_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
 from sluice_operator.resources import rolling_update
 from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import RouterSite, render_router_command
@@ -52,12 +61,12 @@ def render_routers(cluster: ServingCluster, default_image: str, control_name: st
         "kind": "Deployment",
         "metadata": {
             "name": names.name_workload(name, names.ROUTER),
-            "labels": names.label_child(name, names.ROUTER),
-            "annotations": {names.DEFAULT_IMAGE_ANNOTATION: "" if spec.router.image else default_image},
+            "labels": label_child(name, names.ROUTER),
+            "annotations": {DEFAULT_IMAGE_ANNOTATION: "" if spec.router.image else default_image},
         },
         "spec": {
             "replicas": spec.router.replicas,
-            "selector": {"matchLabels": names.select_component(name, names.ROUTER)},
+            "selector": {"matchLabels": select_component(name, names.ROUTER)},
             "strategy": rolling_update.ROUTER_STRATEGY,
             "revisionHistoryLimit": 3,
             "template": _render_template(cluster, spec.router.image or default_image, control_name),
@@ -67,7 +76,7 @@ def render_routers(cluster: ServingCluster, default_image: str, control_name: st
 
 def _render_template(cluster: ServingCluster, image: str, control_name: str) -> Object:
     name, spec = cluster.metadata.name, cluster.spec
-    labels = names.select_component(name, names.ROUTER)
+    labels = select_component(name, names.ROUTER)
     model = mount_model(spec.model, names.name_plan(name), files=ROUTER_FILES)
     plan = {
         "name": PLAN_VOLUME,
@@ -83,9 +92,7 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
     container["volumeMounts"] += [model.mount, *mounts]
     container["env"] = [*model.variables, *container["env"]]
     template: Object = {
-        "metadata": {
-            "labels": {**names.label_child(name, names.ROUTER), names.MODEL_LABEL: identify_model(spec.model)}
-        },
+        "metadata": {"labels": {**label_child(name, names.ROUTER), MODEL_LABEL: identify_model(spec.model)}},
         "spec": {
             **pod_defaults.render_pod_defaults(
                 spec.router.service_account_name or names.name_workload(name, names.ROUTER),
@@ -104,8 +111,8 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
     merged: Object = strategic_merge(template, spec.router.pod_template)
     merged["metadata"].setdefault("annotations", {}).update(
         {
-            names.RESTART_HASH_ANNOTATION: compute_rollout_hash(spec, RESTARTS_ROUTERS, image, security.control_name),
-            **({names.CONTROL_TLS_ANNOTATION: security.router_name} if security.router_name else {}),
+            RESTART_HASH_ANNOTATION: compute_rollout_hash(spec, RESTARTS_ROUTERS, image, security.control_name),
+            **({CONTROL_TLS_ANNOTATION: security.router_name} if security.router_name else {}),
         }
     )
     return merged
@@ -114,19 +121,19 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
 def _render_container(cluster: ServingCluster, image: str, security: Security) -> Object:
     site = RouterSite(
         host="0.0.0.0",
-        http_port=names.HTTP_PORT,
-        grpc_port=names.GRPC_PORT,
-        control_port=names.CONTROL_PORT,
-        metrics_port=names.METRICS_PORT,
+        http_port=HTTP_PORT,
+        grpc_port=GRPC_PORT,
+        control_port=CONTROL_PORT,
+        metrics_port=METRICS_PORT,
         model_directory=MODEL_DIRECTORY,
-        engines=f"dns:{names.name_engine_service(cluster.metadata.name)}:{names.ENGINE_PORT}",
+        engines=f"dns:{names.name_engine_service(cluster.metadata.name)}:{ENGINE_PORT}",
         plan_file=f"{PLAN_DIRECTORY}/{names.PLAN_FILE}",
     )
     ports = {
-        "http": names.HTTP_PORT,
-        "grpc": names.GRPC_PORT,
-        "control": names.CONTROL_PORT,
-        "metrics": names.METRICS_PORT,
+        "http": HTTP_PORT,
+        "grpc": GRPC_PORT,
+        "control": CONTROL_PORT,
+        "metrics": METRICS_PORT,
     }
     return {
         "name": names.ROUTER,

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 from sluice_core.records import EngineId
 from sluice_operator.api.condition_types import Reason
-from sluice_operator.api.model_identity import COMMIT, REVISION_KEY_PREFIX
-from sluice_operator.api.names import (
+from sluice_operator.api.labels import (
     CONTROL_TLS_ANNOTATION,
     DELETION_COST_ANNOTATION,
     DRAINING_SINCE_ANNOTATION,
-    ENGINE,
     MODEL_LABEL,
     RESTART_HASH_ANNOTATION,
     ROLE_LABEL,
 )
+from sluice_operator.api.model_identity import COMMIT, REVISION_KEY_PREFIX
+from sluice_operator.api.names import ENGINE
 from sluice_operator.kubernetes.objects import annotations_of, labels_of, name_of, uid_of
 from sluice_operator.resources.pods.model_volume import RESOLVE_MODEL
 from sluice_operator.resources.pods.rdma import PREFLIGHT

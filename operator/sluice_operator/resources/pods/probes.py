@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_operator.api.names import METRICS_PORT
+from sluice_operator.api.ports import METRICS_PORT
 
 if TYPE_CHECKING:
     from sluice_operator.kubernetes.objects import Object
