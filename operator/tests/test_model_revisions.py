@@ -8,8 +8,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from children_harness import engine_template, router_template
 from cluster_harness import World
-from desired_harness import engine_template, router_template
 
 from sluice_operator.api.model_identity import identify_model, needs_resolution
 from sluice_operator.api.spec.model_spec import ModelSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from children_harness import engine_template, router_template
 from cluster_harness import World
-from desired_harness import engine_template, router_template
 
 from sluice_operator.api.labels import COMPONENT_LABEL, MODEL_LABEL
 from sluice_operator.api.model_identity import identify_model

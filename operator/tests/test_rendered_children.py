@@ -18,7 +18,7 @@ from fake_kubernetes import make_cluster
 
 from sluice_operator.api.labels import APPLIED_HASH_ANNOTATION, RESTART_HASH_ANNOTATION, TEMPLATE_ANNOTATION
 from sluice_operator.api.manifest import check_manifest
-from sluice_operator.resources.desired import RenderInputs, render_children
+from sluice_operator.resources.children import RenderInputs, render_children
 from sluice_operator.resources.rollout_state import RolloutState
 from sluice_operator.settings import OperatorSettings
 

@@ -10,7 +10,7 @@ from sluice_operator.planning.model_switch import choose_router_model
 from sluice_operator.planning.pod_patches import render_pod_patches
 from sluice_operator.resources.apply import ChildApplier
 from sluice_operator.resources.certificates import find_certificate_failures
-from sluice_operator.resources.desired import RenderInputs, key_of, render_children
+from sluice_operator.resources.children import RenderInputs, key_of, render_children
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster

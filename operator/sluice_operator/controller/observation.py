@@ -24,7 +24,8 @@ from sluice_operator.kubernetes.kinds import (
     SERVICES,
 )
 from sluice_operator.kubernetes.objects import labels_of, name_of, uid_of
-from sluice_operator.resources.desired import get_controller, key_of
+from sluice_operator.resources.children import key_of
+from sluice_operator.resources.owner_references import get_controller
 from sluice_operator.resources.pods.pod_status import read_pod
 from sluice_operator.routers.engine_reports import merge_reports
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from sluice_operator.kubernetes.interface import Kubernetes
     from sluice_operator.kubernetes.kinds import Kind
     from sluice_operator.kubernetes.objects import Object
-    from sluice_operator.resources.desired import ChildKey
+    from sluice_operator.resources.children import ChildKey
     from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.routers.connection_table import Routers
     from sluice_operator.routers.engine_reports import EngineReport

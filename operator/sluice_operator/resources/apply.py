@@ -9,7 +9,9 @@ from sluice_operator.api.condition_types import Reason
 from sluice_operator.kubernetes.errors import ConflictError, ForbiddenError, InvalidError
 from sluice_operator.kubernetes.kinds import CERTIFICATES, CLUSTERS, DISRUPTION_BUDGETS, kind_of
 from sluice_operator.kubernetes.objects import name_of, uid_of
-from sluice_operator.resources.desired import get_controller, is_applied, key_of, require_uid, set_controller_reference
+from sluice_operator.kubernetes.quantities import read_quantity
+from sluice_operator.resources.children import key_of
+from sluice_operator.resources.owner_references import get_controller, set_controller_reference
 from sluice_operator.resources.pods.pod_status import Failure
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.kubernetes.interface import Kubernetes
     from sluice_operator.kubernetes.objects import Object
-    from sluice_operator.resources.desired import ChildKey
+    from sluice_operator.resources.children import ChildKey
 
 logger = logging.getLogger(__name__)
 
@@ -121,3 +123,41 @@ class ChildApplier:
                 kind, namespace = kind_of(live), self._cluster.metadata.namespace
                 delete = self.kubernetes.delete(kind, namespace, name_of(live), uid_of(live))
                 await self.try_write(delete, f"{key[0]} {key[1]}")
+
+
+def is_applied(wanted: Any, live: Any) -> bool:
+    """Whether the live object has every desired value; fields that the server or others add are ignored.
+
+    Lists of named items are compared by name, other lists as a whole.
+    """
+    if isinstance(wanted, dict):
+        return (live is None and not wanted) or (
+            isinstance(live, dict) and all(is_applied(value, live.get(name)) for name, value in wanted.items())
+        )
+    if isinstance(wanted, list):
+        if not isinstance(live, list):
+            return not wanted and live is None
+        if wanted and all(isinstance(item, dict) and "name" in item for item in wanted):
+            found = {item.get("name"): item for item in live if isinstance(item, dict)}
+            return all(is_applied(item, found.get(item["name"])) for item in wanted)
+        return len(wanted) == len(live) and all(is_applied(*pair) for pair in zip(wanted, live, strict=True))
+    return _is_same(wanted, live)
+
+
+def _is_same(wanted: object, live: object) -> bool:
+    """Whether two values are equal: the server drops empty and false values, and rewrites quantities."""
+    if wanted == live or (live is None and not wanted):
+        return True
+    if not isinstance(wanted, int | str) or not isinstance(live, int | str):
+        return False
+    try:
+        return read_quantity(wanted) == read_quantity(live)
+    except ValueError:
+        return False
+
+
+def require_uid(child: Object, live: Object | None) -> Object:
+    """Adds the uid of the live object, so that no other one of this name is written."""
+    if live is None:
+        return child
+    return {**child, "metadata": {**child["metadata"], "uid": uid_of(live)}}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from desired_harness import SETTINGS, check, render
+from children_harness import SETTINGS, check, render
 from fake_kubernetes import make_cluster
 
 from sluice_operator.api.labels import COMPONENT_LABEL
 from sluice_operator.api.manifest import check_manifest
-from sluice_operator.resources.desired import RenderInputs, render_children
+from sluice_operator.resources.children import RenderInputs, render_children
 from sluice_operator.settings import OperatorSettings
 
 

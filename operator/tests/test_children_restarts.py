@@ -6,13 +6,13 @@ import copy
 from typing import Any
 
 import pytest
-from desired_harness import SETTINGS, check, engine_template, render, router_template
+from children_harness import SETTINGS, check, engine_template, render, router_template
 from fake_kubernetes import make_cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice_operator.api.labels import RESTART_HASH_ANNOTATION, TEMPLATE_ANNOTATION
-from sluice_operator.resources.desired import RenderInputs, key_of, render_children
+from sluice_operator.resources.children import RenderInputs, key_of, render_children
 from sluice_operator.resources.rollout_hash import (
     RESTARTS_ENGINES,
     RESTARTS_ROUTERS,

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
-from desired_harness import check, engine_template, render, router_template
+from children_harness import check, engine_template, render, router_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes.aio.client import models
 
 from sluice_operator.api.labels import RESTART_HASH_ANNOTATION
 from sluice_operator.api.manifest import check_manifest
-from sluice_operator.resources.desired import RenderInputs, is_applied, render_children
+from sluice_operator.resources.apply import is_applied
+from sluice_operator.resources.children import RenderInputs, render_children
 from sluice_operator.resources.engine_deployment import render_engines
 from sluice_operator.resources.router_deployment import CPU_REQUEST
 from sluice_operator.settings import OperatorSettings
