@@ -16,7 +16,6 @@ from sluice_operator.api.labels import (
 from sluice_operator.api.model_identity import identify_model
 from sluice_operator.api.ports import CONTROL_PORT, ENGINE_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
 from sluice_operator.resources import rolling_update
-from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.commands import RouterSite, render_router_command
 from sluice_operator.resources.pods import (
     containers,
@@ -29,6 +28,7 @@ from sluice_operator.resources.pods import (
 from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
 from sluice_operator.resources.pods.user_pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ROUTERS, compute_rollout_hash
+from sluice_operator.resources.secrets import describe_security, locate_in_pod, mount_secrets
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
