@@ -15,7 +15,7 @@ from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
 from sluice_cli.local_cluster.cluster_plan import ClusterPlan
 from sluice_cli.local_cluster.desired_processes import make_desired_processes
 from sluice_cli.local_cluster.local_autotune import LocalAutotuner
-from sluice_cli.local_cluster.rollout_steps import (
+from sluice_cli.local_cluster.reconcile_steps import (
     DesiredProcesses,
     ObservedProcesses,
     RemoveEngines,

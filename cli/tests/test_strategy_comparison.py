@@ -21,7 +21,7 @@ from sluice_cli.simulation.strategy_comparison import (
     ComparisonSettings,
     compare_strategies,
 )
-from sluice_cli.simulation.trace_files import load_rows
+from sluice_cli.simulation.trace_cache import load_rows
 from sluice_core.planning.planner import Planner
 from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.planning.trials import SearchTrial, TrialEvaluator, TrialResult, build_cell

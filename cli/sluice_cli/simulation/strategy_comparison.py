@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sluice_cli.simulation.plan_inputs import make_inputs
-from sluice_cli.simulation.trace_files import load_rows
+from sluice_cli.simulation.trace_cache import load_rows
 from sluice_cli.simulation.trial_pool import TrialPool
 from sluice_cli.simulation.worker_processes import start_workers
 from sluice_core.planning.planner import Planner
