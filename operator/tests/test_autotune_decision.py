@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
 from sluice_operator.api.sliders import Sliders, resolve_sliders, scale_sliders
 from sluice_operator.autotune import decision
-from sluice_operator.autotune.decision import (
-    HISTORY_COOLDOWNS,
-    StoredSliders,
-    TunerState,
-)
+from sluice_operator.autotune.stored_sliders import StoredSliders
+from sluice_operator.autotune.trial import HISTORY_COOLDOWNS
+from sluice_operator.autotune.tuner_state import TunerState
 
 
 def test_recommend_searches_once_and_changes_nothing() -> None:

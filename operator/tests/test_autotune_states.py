@@ -12,19 +12,16 @@ from sluice_core.slo import SloCounts
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune import decision
-from sluice_operator.autotune.decision import (
+from sluice_operator.autotune.decision import MIN_GAIN, RETRY_S
+from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
+from sluice_operator.autotune.stored_sliders import StoredSliders, StoredTrial
+from sluice_operator.autotune.trial import (
     HISTORY_COOLDOWNS,
     MAX_TRIAL_COOLDOWNS,
-    MIN_GAIN,
     MIN_MEASURED_REQUESTS,
-    RETRY_S,
-    AutotuneTrial,
-    StoredSliders,
-    StoredTrial,
-    TunerObservation,
-    TunerState,
+    has_attainment_fallen,
 )
-from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
+from sluice_operator.autotune.tuner_state import AutotuneTrial, TunerObservation, TunerState
 from sluice_operator.autotune.workload import WINDOW_S, WorkloadSample
 
 NOW = 10_000.0
@@ -234,7 +231,7 @@ def test_a_trial_that_is_too_old_is_lost() -> None:
 )
 def test_attainment_has_fallen_beyond_two_points_and_two_standard_errors(before, after, has_fallen) -> None:
     counts = [SloCounts(num_finished=finished, num_met_both=met) for finished, met in (before, after)]
-    assert decision.has_attainment_fallen(*counts) is has_fallen
+    assert has_attainment_fallen(*counts) is has_fallen
 
 
 # --- searches ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from sluice_operator.api.model_identity import REVISION_KEY_PREFIX, identify_mod
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.api.spec.model_spec import ModelSpec
 from sluice_operator.api.spec.rollout_spec import RolloutGateSpec
-from sluice_operator.autotune.decision import StoredSliders
+from sluice_operator.autotune.stored_sliders import StoredSliders
 from sluice_operator.planning.model_switch import (
     ModelSwitch,
     choose_router_model,

@@ -14,10 +14,11 @@ from sluice_core.strategies import get_strategy
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.sliders import AUTO, resolve_sliders, scale_sliders
 from sluice_operator.autotune import decision
-from sluice_operator.autotune.decision import AutotuneStatus, StoredSliders, StoredTrial, TunerObservation, TunerState
 from sluice_operator.autotune.engine_facts import find_engine_facts
 from sluice_operator.autotune.search_messages import SearchRequest, make_constraints
 from sluice_operator.autotune.search_process import SearchError
+from sluice_operator.autotune.stored_sliders import StoredSliders, StoredTrial
+from sluice_operator.autotune.tuner_state import TunerObservation, TunerState
 from sluice_operator.autotune.workload import MIN_REQUESTS, read_workload
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from sluice_core.slo import SloCounts
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
     from sluice_operator.api.sliders import Sliders
+    from sluice_operator.autotune.decision import AutotuneStatus
     from sluice_operator.autotune.search_messages import SearchResult
     from sluice_operator.autotune.search_process import RunSearch
 

@@ -20,7 +20,7 @@ from sluice_operator.api.model_identity import REVISION_KEY_PREFIX, name_revisio
 from sluice_operator.api.proto_roles import ROLES
 from sluice_operator.api.spec.model_spec import ModelSpec
 from sluice_operator.autoscaling.stored_scale import StoredScale
-from sluice_operator.autotune.decision import StoredSliders
+from sluice_operator.autotune.stored_sliders import StoredSliders
 from sluice_operator.kubernetes.errors import ConflictError
 from sluice_operator.kubernetes.kinds import CONFIG_MAPS
 from sluice_operator.kubernetes.objects import annotations_of, uid_of
