@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
-    from sluice_operator.autotune.decision import AutotuneStatus
+    from sluice_operator.autotune.condition import AutotuneStatus
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 

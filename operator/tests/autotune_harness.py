@@ -10,6 +10,7 @@ from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune import decision
+from sluice_operator.autotune.condition import describe_status
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
 from sluice_operator.autotune.tuner_state import TunerObservation, TunerState
@@ -152,7 +153,7 @@ class Plant:
 
     @property
     def reason(self) -> Reason:
-        status = decision.describe_status(self.state, self.observe())
+        status = describe_status(self.state, self.observe())
         assert status.reason in REASONS[ConditionType.AUTOTUNED]
         return status.reason
 

@@ -12,6 +12,7 @@ from sluice_core.slo import SloCounts
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune import decision
+from sluice_operator.autotune.condition import describe_status
 from sluice_operator.autotune.decision import MIN_GAIN, RETRY_S
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
 from sluice_operator.autotune.stored_sliders import StoredSliders, StoredTrial
@@ -75,7 +76,7 @@ def put_on_trial(**changes: object) -> TunerState:
 
 
 def reason_of(state: TunerState, observation: TunerObservation) -> Reason:
-    return decision.describe_status(state, observation).reason
+    return describe_status(state, observation).reason
 
 
 # --- when sliders go on trial --------------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ def test_better_sliders_go_on_trial_with_what_was_measured_before_them() -> None
 def test_sliders_stay_and_the_condition_says_why(state, observation, reason) -> None:
     after = decision.decide(state, observation)
     assert (after.tuned, after.trial) == (state.tuned, None)
-    status = decision.describe_status(after, observation)
+    status = describe_status(after, observation)
     assert (status.reason, status.is_true) == (reason, reason is Reason.TUNED)
     assert status.message
 
@@ -424,8 +425,8 @@ def test_sliders_come_back_from_one_engine_and_from_none_as_they_were() -> None:
 )
 def test_the_condition_names_the_strategy_where_it_is_the_tuners_to_choose(tuned, words) -> None:
     state = make_state(tuned=tuned)
-    plain = decision.describe_status(state, observe())
-    auto = decision.describe_status(state, observe(chooses_strategy=True))
+    plain = describe_status(state, observe())
+    auto = describe_status(state, observe(chooses_strategy=True))
     assert auto == replace(plain, message=plain.message + words)
 
 
@@ -474,7 +475,7 @@ def test_a_trial_is_judged_though_nothing_can_be_searched() -> None:
 def test_the_condition_says_what_holds(state, observation, reason, is_true, part) -> None:
     if reason is Reason.MEASURING:
         observation = replace(observation, counts=SloCounts())
-    status = decision.describe_status(state, observation)
+    status = describe_status(state, observation)
     assert (status.reason, status.is_true) == (reason, is_true)
     assert part in status.message
 

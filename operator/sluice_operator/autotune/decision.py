@@ -8,10 +8,9 @@ slider in the spec wins at once and resets the tuner; one of ``replicas`` scales
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sluice_core.strategies import DEFAULT_STRATEGY, get_strategy
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.sliders import Sliders, scale_sliders
 from sluice_operator.autotune.trial import HISTORY_COOLDOWNS, MIN_MEASURED_REQUESTS, evaluate_trial, start_trial
@@ -29,21 +28,6 @@ REST_FACTOR = 1.0
 MIN_REST_S, MAX_REST_S = 5.0, 60.0
 # A search that failed is tried again.
 RETRY_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AutotuneStatus:
-    """What the condition Autotuned says.
-
-    Args:
-        is_true: The sliders in force are those that the search recommends.
-        reason: Why.
-        message: The same for people.
-    """
-
-    is_true: bool
-    reason: Reason
-    message: str
 
 
 def make_basis(spec: ServingClusterSpec) -> str:
@@ -80,7 +64,7 @@ def decide(state: TunerState, observation: TunerObservation) -> TunerState:
         observation.mode == "Apply"
         and state.result
         and not state.failure
-        and _find_blocker(state, state.result, observation) is None
+        and find_blocker(state, state.result, observation) is None
     ):
         return start_trial(state, state.result.sliders, observation)
     return state
@@ -103,50 +87,6 @@ def compute_wait_s(state: TunerState, observation: TunerObservation) -> float:
     if recent:
         free_s = max(free_s, recent[-1] + observation.cooldown_s * 2 ** (len(recent) - 1))
     return max(0.0, free_s - observation.now)
-
-
-def describe_status(state: TunerState, observation: TunerObservation) -> AutotuneStatus:
-    """Describes the state. A message stays the same while the reason and the strategy do: a change is a write."""
-    status = _describe_tuning(state, observation)
-    if not observation.chooses_strategy:
-        return status
-    if state.tuned is None:
-        chosen = f"{DEFAULT_STRATEGY.title}, the default"
-    else:
-        chosen = f"{get_strategy(state.tuned.strategy).title}, as a search chose"
-    return replace(status, message=f"{status.message}; strategy Auto is {chosen}")
-
-
-def _describe_tuning(state: TunerState, observation: TunerObservation) -> AutotuneStatus:  # noqa: PLR0911 - a line a reason
-    if observation.mode == "Off":
-        return AutotuneStatus(is_true=False, reason=Reason.OFF, message="autotune is off")
-    result = state.result
-    if state.trial is not None:
-        message = "the recommended sliders are in force; the former ones return if attainment falls"
-        return AutotuneStatus(is_true=True, reason=Reason.ON_TRIAL, message=message)
-    if observation.request is None and result is None:
-        reason, message = observation.missing
-        return AutotuneStatus(is_true=False, reason=reason, message=message)
-    if state.failure:
-        return AutotuneStatus(is_true=False, reason=Reason.SEARCH_FAILED, message=state.failure)
-    if result is None:
-        return AutotuneStatus(is_true=False, reason=Reason.SEARCHING, message="a search for better sliders runs")
-    in_force = _in_force(state)
-    if result.sliders == in_force:
-        return AutotuneStatus(is_true=True, reason=Reason.TUNED, message="the sliders in force are those recommended")
-    why = _find_blocker(state, result, observation)
-    if why is Reason.TUNED:
-        message = f"no sliders within the bounds are better by {MIN_GAIN:.0%} or more"
-        return AutotuneStatus(is_true=True, reason=why, message=message)
-    return AutotuneStatus(is_true=False, reason=why or Reason.MEASURING, message=_MESSAGES[why or Reason.MEASURING])
-
-
-_MESSAGES = {
-    Reason.RECOMMENDED: "better sliders are in status.recommended; put them into the spec, or set autotune.mode: Apply",
-    Reason.RETURNED: "the recommended sliders were tried and attainment fell; the former ones are in force again",
-    Reason.COOLING_DOWN: "better sliders are known; the last change is too recent",
-    Reason.MEASURING: "better sliders are known; attainment is measured first, to compare with",
-}
 
 
 def _reset(state: TunerState, observation: TunerObservation) -> TunerState:
@@ -228,16 +168,16 @@ def _start_search(state: TunerState, request: SearchRequest, observation: TunerO
     return replace(state, baseline=observation.counts, trial=trial, rejected=frozenset())
 
 
-def _in_force(state: TunerState) -> Sliders | None:
+def find_in_force(state: TunerState) -> Sliders | None:
     """Returns the sliders in force, as far as the newest request knows the spec's."""
     if state.tuned is not None or state.last_request is None:
         return state.tuned
     return state.last_request.spec_sliders
 
 
-def _find_blocker(state: TunerState, result: SearchResult, observation: TunerObservation) -> Reason | None:
+def find_blocker(state: TunerState, result: SearchResult, observation: TunerObservation) -> Reason | None:
     """Finds why the recommended sliders are not applied; None: they are to be."""
-    if result.sliders == _in_force(state) or result.gain < MIN_GAIN or result.least_gain <= 0.0:
+    if result.sliders == find_in_force(state) or result.gain < MIN_GAIN or result.least_gain <= 0.0:
         return Reason.TUNED
     if observation.mode != "Apply":
         return Reason.RECOMMENDED
