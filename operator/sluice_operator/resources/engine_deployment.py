@@ -24,6 +24,7 @@ from sluice_operator.resources import rolling_update
 from sluice_operator.resources.commands import EngineSite, render_engine_command, render_engine_environment
 from sluice_operator.resources.pods import (
     containers,
+    image_pull,
     pod_defaults,
     pod_placement,
     probes,
@@ -113,6 +114,7 @@ def _render_template(cluster: ServingCluster, image: str, gpu_resource_name: str
             "topologySpreadConstraints": pod_placement.render_topology_spread(labels),
             "containers": [container],
             "volumes": [*model.volumes, pod_defaults.TMP_VOLUME, {"name": SHARED_MEMORY, "emptyDir": memory}, *volumes],
+            **image_pull.render_pull_secrets(spec.engine),
             **pod_placement.render_placement(spec.engine),
         },
     }
@@ -142,7 +144,7 @@ def _render_container(spec: ServingClusterSpec, image: str, security: Security) 
     return {
         "name": names.ENGINE,
         "image": image,
-        "imagePullPolicy": "IfNotPresent",
+        "imagePullPolicy": image_pull.PULL_POLICY,
         "command": render_engine_command(spec, site, security),
         "env": _render_variables(spec),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],

@@ -19,6 +19,7 @@ from sluice_operator.resources import rolling_update
 from sluice_operator.resources.commands import RouterSite, render_router_command
 from sluice_operator.resources.pods import (
     containers,
+    image_pull,
     pod_defaults,
     pod_placement,
     probes,
@@ -101,6 +102,7 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
             "topologySpreadConstraints": pod_placement.render_topology_spread(labels),
             "containers": [container],
             "volumes": [*model.volumes, pod_defaults.TMP_VOLUME, plan, *volumes],
+            **image_pull.render_pull_secrets(spec.router),
             **pod_placement.render_placement(spec.router),
         },
     }
@@ -138,7 +140,7 @@ def _render_container(cluster: ServingCluster, image: str, security: Security) -
     return {
         "name": names.ROUTER,
         "image": image,
-        "imagePullPolicy": "IfNotPresent",
+        "imagePullPolicy": image_pull.PULL_POLICY,
         "command": render_router_command(cluster.spec, site, security),
         "env": containers.render_environment(
             {"HOME": containers.TMP_MOUNT["mountPath"], MODEL_ID_VARIABLE: identify_model(cluster.spec.model)},

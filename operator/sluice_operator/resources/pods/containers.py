@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sluice_operator.resources.pods.image_pull import PULL_POLICY
 from sluice_operator.resources.pods.security_context import CONTAINER_SECURITY
 
 if TYPE_CHECKING:
@@ -50,4 +51,4 @@ def render_user_variables(fields: PodFields) -> list[Object]:
 
 def render_init_container(container: Object, image: str) -> Object:
     """Completes an init container."""
-    return {**container, "image": image, "imagePullPolicy": "IfNotPresent", "securityContext": CONTAINER_SECURITY}
+    return {**container, "image": image, "imagePullPolicy": PULL_POLICY, "securityContext": CONTAINER_SECURITY}

@@ -10,9 +10,8 @@ if TYPE_CHECKING:
 
 
 def render_placement(fields: PodFields) -> Object:
-    """Renders where a pod runs, and by which credentials its images are pulled, without empty parts."""
+    """Renders where a pod runs, without empty parts."""
     placement: Object = {
-        "imagePullSecrets": [{"name": name} for name in fields.image_pull_secrets],
         "nodeSelector": dict(fields.node_selector),
         "tolerations": [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in fields.tolerations],
         "affinity": fields.affinity,
