@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from in_process import PATIENCE_S, PAUSE_S, Crash, ReconciledCluster, connect, is_settled
+from in_process_operator import PATIENCE_S, PAUSE_S, Crash, ReconciledCluster, connect, is_settled
 from kubectl_cluster import wait_for
 from testbed.fake_nodes import is_ready, make_node
 

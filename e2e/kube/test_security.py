@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import test_pod_template
 import yaml
-from in_process import PATIENCE_S, PAUSE_S, ReconciledCluster, connect
+from in_process_operator import PATIENCE_S, PAUSE_S, ReconciledCluster, connect
 from kubectl_cluster import wait_for
 from light_cluster import LightCluster
 from operator_process import Operator, make_access
