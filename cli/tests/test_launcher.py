@@ -27,7 +27,7 @@ from sluice_core.records import EngineId
 from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.manifest import ManifestProblem, check_manifest, parse_manifest
 from sluice_operator.api.spec_changes import FieldChange
-from sluice_operator.resources.commands import Security
+from sluice_operator.resources.command_lines import Security
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster

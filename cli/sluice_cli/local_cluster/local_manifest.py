@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.resources.commands import Security
+    from sluice_operator.resources.command_lines import Security
 
 
 def find_model(manifest: ServingCluster, home: Path, volumes: Mapping[str, Path]) -> Path:

@@ -21,7 +21,7 @@ from sluice_operator.api.model_identity import identify_model
 from sluice_operator.api.ports import ENGINE_PORT, METRICS_PORT
 from sluice_operator.kubernetes.quantities import add_bytes
 from sluice_operator.resources import rolling_update
-from sluice_operator.resources.commands import EngineSite, render_engine_command, render_engine_environment
+from sluice_operator.resources.command_lines import EngineSite, render_engine_command, render_engine_environment
 from sluice_operator.resources.pods import (
     containers,
     image_pull,
@@ -40,7 +40,7 @@ from sluice_operator.resources.secrets import describe_security, locate_in_pod, 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
     from sluice_operator.kubernetes.objects import Object
-    from sluice_operator.resources.commands import Security
+    from sluice_operator.resources.command_lines import Security
 
 # The kubelet fills these in: Kubernetes replaces $(NAME) in a command by the variable's value.
 ENGINE_ID_VARIABLE = "SLUICE_ENGINE_ID"

@@ -16,7 +16,7 @@ from sluice_operator.api.labels import (
 from sluice_operator.api.model_identity import identify_model
 from sluice_operator.api.ports import CONTROL_PORT, ENGINE_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
 from sluice_operator.resources import rolling_update
-from sluice_operator.resources.commands import RouterSite, render_router_command
+from sluice_operator.resources.command_lines import RouterSite, render_router_command
 from sluice_operator.resources.pods import (
     containers,
     image_pull,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.api.spec.pod_fields import Resources
     from sluice_operator.kubernetes.objects import Object
-    from sluice_operator.resources.commands import Security
+    from sluice_operator.resources.command_lines import Security
 
 PLAN_DIRECTORY = "/etc/sluice/plan"
 PLAN_VOLUME = "plan"

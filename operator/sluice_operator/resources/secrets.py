@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
-from sluice_operator.resources.commands import Security
+from sluice_operator.resources.command_lines import Security
 
 if TYPE_CHECKING:
     from collections.abc import Callable
