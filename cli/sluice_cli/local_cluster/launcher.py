@@ -14,6 +14,7 @@ from sluice_cli.local_cluster.cluster import LocalCluster
 from sluice_cli.local_cluster.cluster_directory import SLUICE_HOME, ClusterDirectory
 from sluice_cli.local_cluster.local_manifest import check_local, find_model, find_secret
 from sluice_cli.local_cluster.manifest_watch import follow_manifest
+from sluice_cli.local_cluster.shutdown import kill_leftovers
 from sluice_cli.processes.child_processes import spawn
 from sluice_cli.processes.fork_spawner import ENGINE_MODULES, ForkSpawner
 from sluice_cli.processes.ports import DEFAULT_RANGE, PortAllocator
@@ -198,13 +199,3 @@ def make_engine_spawner(directory: ClusterDirectory, report: Callable[[str], Non
     if not has_cpu_engines():
         return spawn
     return ForkSpawner(ENGINE_MODULES, directory.log_path("forkserver"), report)
-
-
-def kill_leftovers(directory: ClusterDirectory, report: Callable[[str], None]) -> None:
-    """Kills processes that an earlier launcher left behind, if the kernel has not done so."""
-    for record in directory.read_processes():
-        process = record.find()
-        if process:
-            report(f"{record.name} of an earlier launcher still runs (process {process.pid}); it is killed")
-            process.kill()
-            process.wait()
