@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from sluice_core.slo import SloCounts
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
-from sluice_operator.controller.status_inputs import ROLLOUT_FAILURES
 from sluice_operator.resources.pods.pod_status import Failure
 from sluice_operator.routers.engine_reports import find_refused_engines
 
@@ -29,6 +28,16 @@ if TYPE_CHECKING:
 MAX_MESSAGE_CHARACTERS = 4096
 # Its changes are measurements, which make no event.
 MEASURED_CONDITION = ConditionType.SLO_MET
+ROLLOUT_FAILURES = frozenset(
+    {
+        Reason.IMAGE_PULL_BACK_OFF,
+        Reason.CRASH_LOOP,
+        Reason.ENGINE_REFUSED,
+        Reason.UNSCHEDULABLE,
+        Reason.MOUNT_FAILED,
+        Reason.PREFLIGHT_FAILED,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

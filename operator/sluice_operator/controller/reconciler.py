@@ -24,7 +24,7 @@ from sluice_operator.controller.observation import observe_children, observe_pla
 from sluice_operator.controller.plan_step import read_stored_plan, reconcile_plan
 from sluice_operator.controller.preconditions import judge_spec
 from sluice_operator.controller.rollout_step import decide_rollout
-from sluice_operator.controller.status_inputs import StatusInputs, is_rolling, is_whole
+from sluice_operator.controller.status_inputs import StatusInputs
 from sluice_operator.controller.status_step import MEASURE_INTERVAL_S, RecordConditions, StatusWriter
 from sluice_operator.kubernetes.errors import ForbiddenError
 from sluice_operator.kubernetes.kinds import CLUSTERS
@@ -35,6 +35,7 @@ from sluice_operator.planning.node_notices import NodeNotices
 from sluice_operator.planning.rollout_gate import GateDecision
 from sluice_operator.planning.upgrades import UPGRADE_ALLOWED, UpgradePlaces
 from sluice_operator.resources.default_images import DefaultImages, keep_default_images
+from sluice_operator.resources.deployment_status import is_rolling, is_whole
 from sluice_operator.resources.rollout_state import went_back
 
 if TYPE_CHECKING:
