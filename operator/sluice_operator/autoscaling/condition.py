@@ -35,6 +35,16 @@ def describe_scale(
     failure: str,
     missing: tuple[Reason, str] | None,
 ) -> ScaleStatus:
+    """Describes the scaling.
+
+    Args:
+        spec: The spec.
+        scale: The number in force.
+        is_over: Whether more arrives than ``maxReplicas`` serve.
+        failure: Why the newest search failed; empty: it did not.
+        missing: Why there is no search: reason and message.
+    """
+
     def status(reason: Reason, message: str, *, is_true: bool = False) -> ScaleStatus:
         return ScaleStatus(is_true=is_true, reason=reason, message=message)
 

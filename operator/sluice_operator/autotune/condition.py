@@ -12,8 +12,6 @@ from sluice_operator.autotune.decision import MIN_GAIN, find_blocker, find_in_fo
 if TYPE_CHECKING:
     from sluice_operator.autotune.tuner_state import TunerObservation, TunerState
 
-    pass
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutotuneStatus:

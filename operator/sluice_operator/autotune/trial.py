@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from sluice_core.slo import SloCounts
     from sluice_operator.api.sliders import Sliders
 
-    pass
-
 # Fewer finished requests measure nothing.
 MIN_MEASURED_REQUESTS = 20
 # Of attainment, beyond chance.
@@ -37,6 +35,7 @@ def has_attainment_fallen(before: SloCounts, after: SloCounts) -> bool:
 
 
 def evaluate_trial(state: TunerState, trial: AutotuneTrial, observation: TunerObservation) -> TunerState:
+    """Ends a trial whose verdict is known; otherwise it goes on."""
     age_s = observation.now - trial.started_s
     is_late = age_s >= max(MAX_TRIAL_COOLDOWNS * observation.cooldown_s, MIN_TRIAL_S)
     if observation.is_settled and trial.start is not None:
@@ -67,6 +66,7 @@ def _take_back(state: TunerState, trial: AutotuneTrial, observation: TunerObserv
 
 
 def start_trial(state: TunerState, sliders: Sliders, observation: TunerObservation) -> TunerState:
+    """Puts sliders in force, on trial."""
     trial = AutotuneTrial(former=state.tuned, before=observation.counts - state.baseline, started_s=observation.now)
     return replace(state, tuned=sliders, home=None, trial=trial, changes_s=_append_change(state, observation))
 
