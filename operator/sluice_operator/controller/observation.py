@@ -25,7 +25,7 @@ from sluice_operator.kubernetes.kinds import (
 )
 from sluice_operator.kubernetes.objects import labels_of, name_of, uid_of
 from sluice_operator.resources.children import key_of
-from sluice_operator.resources.owner_references import get_controller
+from sluice_operator.resources.owner_references import is_owned
 from sluice_operator.resources.pods.pod_status import read_pod
 from sluice_operator.routers.engine_reports import merge_reports
 
@@ -73,8 +73,7 @@ class ObservedState:
     def own(self, kind: Kind, name: str) -> Object | None:
         """A child, if it exists and is ours."""
         child = self.live.get((kind.name, name))
-        owner = get_controller(child) if child else None
-        return child if owner and owner["uid"] == uid_of(self.body) else None
+        return child if child and is_owned(child, uid_of(self.body)) else None
 
     def deployment(self, component: str) -> Object | None:
         """The Deployment of engines or routers."""

@@ -55,7 +55,7 @@ async def store_plan(applier: ChildApplier, live: Object | None, stored: StoredP
     what = f"ConfigMap {name}"
     if live is None:
         found = await applier.get_live(content)
-        if not applier.may_write(content, found):
+        if not applier.may_write(found):
             return False
         if found is not None:
             # Ours, but without its labels. With them restored, the next reconcile lists it and reads its number.

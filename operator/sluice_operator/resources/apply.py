@@ -6,12 +6,16 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sluice_operator.api.condition_types import Reason
-from sluice_operator.kubernetes.errors import ConflictError, ForbiddenError, InvalidError
-from sluice_operator.kubernetes.kinds import CERTIFICATES, CLUSTERS, DISRUPTION_BUDGETS, kind_of
+from sluice_operator.kubernetes.errors import ForbiddenError, InvalidError
+from sluice_operator.kubernetes.kinds import CERTIFICATES, DISRUPTION_BUDGETS, kind_of
 from sluice_operator.kubernetes.objects import name_of, uid_of
 from sluice_operator.kubernetes.quantities import read_quantity
 from sluice_operator.resources.children import key_of
-from sluice_operator.resources.owner_references import get_controller, set_controller_reference
+from sluice_operator.resources.owner_references import (
+    describe_conflict,
+    is_owned,
+    set_controller_reference,
+)
 from sluice_operator.resources.pods.pod_status import Failure
 
 if TYPE_CHECKING:
@@ -61,7 +65,7 @@ class ChildApplier:
         if live is not None and self.is_owned(live) and is_applied(child, live):
             return
         live = live or await self.get_live(child)
-        if self.may_write(child, live):
+        if self.may_write(live):
             await self.try_write(self.kubernetes.apply(require_uid(child, live)), f"{child['kind']} {name_of(child)}")
 
     async def get_live(self, child: Object) -> Object | None:
@@ -74,10 +78,9 @@ class ChildApplier:
 
     def is_owned(self, live: Object) -> bool:
         """Whether an object belongs to this very cluster."""
-        owner = get_controller(live)
-        return owner is not None and owner["uid"] == self._cluster.metadata.uid
+        return is_owned(live, self._cluster.metadata.uid)
 
-    def may_write(self, child: Object, live: Object | None) -> bool:
+    def may_write(self, live: Object | None) -> bool:
         """Whether the name is free or ours.
 
         Raises:
@@ -85,12 +88,7 @@ class ChildApplier:
         """
         if live is None or self.is_owned(live):
             return True
-        owner = get_controller(live)
-        what = f"{child['kind']} {name_of(child)}"
-        if owner and (owner["kind"], owner["name"]) == (CLUSTERS.name, self._cluster.metadata.name):
-            raise ConflictError(f"{what} of the deleted cluster of this name is not gone yet")
-        message = f"{what} exists and is not this cluster's; rename or delete it, or rename the cluster"
-        self.failures.append(Failure(reason=Reason.NAME_CONFLICT, message=message))
+        self.failures.append(describe_conflict(live, self._cluster))
         return False
 
     async def try_write(self, write: Awaitable[Any], what: str) -> bool:

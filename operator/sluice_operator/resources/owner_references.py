@@ -1,4 +1,4 @@
-"""Owner references: by them Kubernetes deletes what a cluster owns, and we know whose an object is."""
+"""Owner references: by them Kubernetes deletes what a cluster owns, and foreign objects are left alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
+from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.labels import APPLIED_HASH_ANNOTATION
-from sluice_operator.kubernetes.objects import annotations_of
+from sluice_operator.kubernetes.errors import ConflictError
+from sluice_operator.kubernetes.kinds import CLUSTERS
+from sluice_operator.kubernetes.objects import annotations_of, name_of
+from sluice_operator.resources.pods.pod_status import Failure
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
@@ -44,3 +48,23 @@ def get_controller(child: Object) -> Object | None:
     """The controller of an object, as its owner reference; None when nobody controls it."""
     references = child["metadata"].get("ownerReferences") or []
     return next((reference for reference in references if reference.get("controller")), None)
+
+
+def is_owned(live: Object, uid: str) -> bool:
+    """Whether an object belongs to the very cluster of this uid."""
+    owner = get_controller(live)
+    return owner is not None and owner["uid"] == uid
+
+
+def describe_conflict(live: Object, cluster: ServingCluster) -> Failure:
+    """Says that an object with a child's name belongs to somebody else, and what to do.
+
+    Raises:
+        ConflictError: It belongs to a deleted cluster of the same name, whose children are on their way out.
+    """
+    owner = get_controller(live)
+    what = f"{live['kind']} {name_of(live)}"
+    if owner and (owner["kind"], owner["name"]) == (CLUSTERS.name, cluster.metadata.name):
+        raise ConflictError(f"{what} of the deleted cluster of this name is not gone yet")
+    message = f"{what} exists and is not this cluster's; rename or delete it, or rename the cluster"
+    return Failure(reason=Reason.NAME_CONFLICT, message=message)
