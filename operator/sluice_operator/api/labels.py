@@ -12,6 +12,10 @@ MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 NAME_LABEL = "app.kubernetes.io/name"
 # Kubernetes deletes the pods with the least cost first when a Deployment is scaled down.
 DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
+# Of a victim of a scale-down.
+DELETION_COST = "-1000"
+# Of a victim that has drained: it goes before those that have not.
+DRAINED_DELETION_COST = "-2000"
 # When a pod that leaves began to drain, in seconds since 1970.
 DRAINING_SINCE_ANNOTATION = f"{GROUP}/draining-since"
 # On pods: the id of the model that they serve (api.model_identity).

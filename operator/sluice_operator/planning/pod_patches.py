@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api.labels import DELETION_COST_ANNOTATION, DRAINING_SINCE_ANNOTATION, ROLE_LABEL, ROLE_VALUES
-from sluice_operator.resources.pods.pod_status import DELETION_COST, DRAINED_DELETION_COST
+from sluice_operator.api.labels import (
+    DELETION_COST,
+    DELETION_COST_ANNOTATION,
+    DRAINED_DELETION_COST,
+    DRAINING_SINCE_ANNOTATION,
+    ROLE_LABEL,
+    ROLE_VALUES,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -10,7 +10,9 @@ from sluice_core.records import EngineId
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.labels import (
     CONTROL_TLS_ANNOTATION,
+    DELETION_COST,
     DELETION_COST_ANNOTATION,
+    DRAINED_DELETION_COST,
     DRAINING_SINCE_ANNOTATION,
     MODEL_LABEL,
     RESTART_HASH_ANNOTATION,
@@ -29,9 +31,6 @@ if TYPE_CHECKING:
 
 # A container that ended this often is not one that was moved or killed once.
 CRASH_LOOP_RESTARTS = 2
-DELETION_COST = "-1000"
-# Of a victim that has drained: it goes before those that have not.
-DRAINED_DELETION_COST = "-2000"
 # The engine's, where RDMA is required and KV would not go over it.
 NO_RDMA_EXIT_CODE = 6
 # The engine's, where it cannot start whatever is tried: its command line, vLLM's version, the model.
