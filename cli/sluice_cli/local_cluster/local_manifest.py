@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sluice.certificates import CertificateError, read_certificates
 from sluice_operator.api import names
 from sluice_operator.api.manifest import ManifestProblem
-from sluice_operator.resources.secrets import describe_security
+from sluice_operator.resources.pods.secrets import describe_security
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -27,9 +27,9 @@ from sluice_operator.resources.pods import (
     termination,
 )
 from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
+from sluice_operator.resources.pods.secrets import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.pods.user_pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ROUTERS, compute_rollout_hash
-from sluice_operator.resources.secrets import describe_security, locate_in_pod, mount_secrets
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
