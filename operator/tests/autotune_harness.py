@@ -12,7 +12,8 @@ from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune import decision
 from sluice_operator.autotune.condition import describe_status
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
-from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
+from sluice_operator.autotune.search_constraints import make_constraints
+from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 from sluice_operator.autotune.tuner_state import TunerObservation, TunerState
 from sluice_operator.autotune.workload import WorkloadSample
 

@@ -14,7 +14,8 @@ from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune import decision
 from sluice_operator.autotune.condition import describe_status
 from sluice_operator.autotune.decision import MIN_GAIN, RETRY_S
-from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
+from sluice_operator.autotune.search_constraints import make_constraints
+from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 from sluice_operator.autotune.stored_sliders import StoredSliders, StoredTrial
 from sluice_operator.autotune.trial import (
     HISTORY_COOLDOWNS,

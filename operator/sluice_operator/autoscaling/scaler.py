@@ -212,7 +212,9 @@ class Scaler:
         if capacity is not None and rate_rps > capacity.estimate_goodput_rps(observation.max_replicas):
             self._over_s = observation.now
         if replicas != self._scale.replicas:
-            self._scale = replace(self._scale, replicas=replicas, reason=_explain(self._state, observation, replicas))
+            self._scale = replace(
+                self._scale, replicas=replicas, reason=decision.explain(self._state, observation, replicas)
+            )
 
     def _observe(self, inputs: ScalerInputs, scale: StoredScale) -> ScalerObservation:
         scaling = inputs.cluster.spec.autoscaling
@@ -295,17 +297,3 @@ def apply_replicas(cluster: ServingCluster, replicas: int) -> ServingCluster:
     if replicas == cluster.spec.replicas:
         return cluster
     return cluster.model_copy(update={"spec": cluster.spec.model_copy(update={"replicas": replicas})})
-
-
-def _explain(state: ScalerState, observation: ScalerObservation, replicas: int) -> str:
-    """Says what a number was chosen for."""
-    if decision.is_idle(state, observation):
-        return "no request arrived or ran for the scale-down window"
-    if observation.capacity is None:
-        return "what engines serve is not known yet; the number is kept within its bounds"
-    return (
-        f"{state.demand.level_rps:.2f} requests/s arrive and {observation.num_waiting} wait; with headroom "
-        f"{decision.compute_rate_rps(state, observation):.2f} requests/s are planned for while an engine starts "
-        f"({observation.start_s:.0f} s); {replicas} engines serve "
-        f"{observation.capacity.estimate_goodput_rps(replicas):.2f}"
-    )

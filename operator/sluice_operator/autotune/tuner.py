@@ -16,7 +16,8 @@ from sluice_operator.api.sliders import AUTO, resolve_sliders, scale_sliders
 from sluice_operator.autotune import decision
 from sluice_operator.autotune.condition import describe_status
 from sluice_operator.autotune.engine_facts import find_engine_facts
-from sluice_operator.autotune.search_messages import SearchRequest, make_constraints
+from sluice_operator.autotune.search_constraints import make_constraints
+from sluice_operator.autotune.search_messages import SearchRequest
 from sluice_operator.autotune.search_process import SearchError
 from sluice_operator.autotune.stored_sliders import StoredSliders, StoredTrial
 from sluice_operator.autotune.tuner_state import TunerObservation, TunerState
