@@ -61,3 +61,8 @@ def make_error(status: int, message: str, retry_after_s: float | None = None) ->
     """Makes the error of an HTTP status, or of the server's message where the status misleads."""
     default = InvalidError if status < 500 or NOT_TYPED in message else BusyError
     return ERRORS.get(status, default)(message, retry_after_s=retry_after_s)
+
+
+def exceeds_quota(message: str) -> bool:
+    """Whether Kubernetes refused something for a ResourceQuota; there is no status of its own for that."""
+    return "exceeded quota" in message

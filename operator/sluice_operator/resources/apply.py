@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sluice_operator.api.condition_types import Reason
-from sluice_operator.kubernetes.errors import ForbiddenError, InvalidError
+from sluice_operator.kubernetes.errors import ForbiddenError, InvalidError, exceeds_quota
 from sluice_operator.kubernetes.kinds import CERTIFICATES, DISRUPTION_BUDGETS, kind_of
 from sluice_operator.kubernetes.objects import name_of, uid_of
 from sluice_operator.kubernetes.quantities import read_quantity
@@ -103,7 +103,7 @@ class ChildApplier:
             # An invalid Deployment can only come from the user's podTemplate.
             is_template = isinstance(error, InvalidError) and what.startswith("Deployment")
             reason = Reason.POD_TEMPLATE_REFUSED if is_template else Reason.FORBIDDEN
-            if "exceeded quota" in str(error):
+            if exceeds_quota(str(error)):
                 reason = Reason.QUOTA_EXCEEDED
             self.failures.append(Failure(reason=reason, message=f"{what}: {error}"))
             logger.warning("%s: %s", what, error)

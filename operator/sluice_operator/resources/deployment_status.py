@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api.condition_types import Reason
+from sluice_operator.kubernetes.errors import exceeds_quota
 from sluice_operator.resources.pods.pod_status import Failure
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def find_pod_refusals(deployment: Object) -> list[Failure]:
     for condition in (deployment.get("status") or {}).get("conditions") or []:
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
             message = condition.get("message", "")
-            reason = Reason.QUOTA_EXCEEDED if "exceeded quota" in message else Reason.FORBIDDEN
+            reason = Reason.QUOTA_EXCEEDED if exceeds_quota(message) else Reason.FORBIDDEN
             name = deployment["metadata"]["name"]
             found.append(Failure(reason=reason, message=f"deployment {name} cannot create pods: {message}"))
     return found
