@@ -13,7 +13,7 @@ from sluice_core.sim.simulation import Simulation, Steering
 from sluice_core.slo import ROUTER_WAIT_LIMIT_S
 from sluice_core.strategies import get_strategy
 from sluice_operator.planning.roles import decide_roles
-from sluice_operator.planning.victims import RemovableEngine, choose_victims
+from sluice_operator.planning.scale_down import RemovableEngine, choose_victims
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,7 +23,7 @@ from benchmarks.autoscaling.day_trace import DAY, DAY_S, count_arrivals, digest,
 from benchmarks.autoscaling.fleet import WINDOW_S, FleetFigures, run_fleet
 from benchmarks.autoscaling.policies import HpaPolicy, ScalerPolicy, SchedulePolicy, make_oracle_schedule
 
-from sluice_cli.simulation.trace_files import load_rows
+from sluice_cli.simulation.trace_cache import load_rows
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.planning.capacity_curve import CapacityCurve
 from sluice_core.records import EngineId, Role, Slo

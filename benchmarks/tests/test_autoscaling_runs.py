@@ -14,7 +14,7 @@ from benchmarks.autoscaling.policies import (
 )
 from benchmarks.autoscaling.run import TRACES
 
-from sluice_cli.simulation.trace_files import load_rows
+from sluice_cli.simulation.trace_cache import load_rows
 from sluice_core.latency import IterationProfile
 from sluice_core.planning.capacity_curve import CapacityCurve
 from sluice_core.records import EngineId, Role, Slo

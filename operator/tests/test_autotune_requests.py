@@ -33,7 +33,8 @@ from sluice_operator.autotune.search import (
     make_sliders,
     make_space,
 )
-from sluice_operator.autotune.search_messages import SearchResult, make_constraints
+from sluice_operator.autotune.search_constraints import make_constraints
+from sluice_operator.autotune.search_messages import SearchResult
 from sluice_operator.autotune.workload import (
     MAX_REQUESTS,
     MIN_REQUESTS,

@@ -320,8 +320,8 @@ async def test_a_search_that_cannot_be_made_says_why() -> None:
 
 async def test_a_search_that_eats_memory_ends_alone_and_says_so() -> None:
     program = (
-        "from sluice_operator.autotune import search\n"
-        "search.search = lambda request: bytearray(search.MAX_MEMORY_BYTES)\n"
+        "from sluice_operator.autotune import search, search_process\n"
+        "search.search = lambda request: bytearray(search_process.MAX_MEMORY_BYTES)\n"
         "search.main()"
     )
     with pytest.raises(SearchError, match="needs more than 384 MiB; narrow"):

@@ -16,9 +16,10 @@ from pydantic.alias_generators import to_camel
 from verdicts import Case, make_manifest, merge, read_table, validate
 
 from sluice_core.strategies import DEFAULT_STRATEGY, STRATEGIES
-from sluice_operator.api import cross_field_rules, names
+from sluice_operator.api import cross_field_rules
 from sluice_operator.api.condition_types import REASONS, ConditionType
 from sluice_operator.api.manifest import ManifestError, check_manifest
+from sluice_operator.api.ports import GRPC_PORT
 from sluice_operator.api.serving_cluster import ServingCluster
 from sluice_operator.api.sliders import AUTO
 
@@ -152,7 +153,7 @@ def test_the_crd_names_the_ports_of_the_pods() -> None:
     assert {int(port) for port in listed[1].split(", ")} == set(cross_field_rules.ENGINE_PORTS)
     assert {int(port) for port in re.findall(r"[0-9]+", range_rule["message"])} == set(cross_field_rules.ENGINE_PORTS)
     (service_rule,) = (rule["rule"] for path, rule in RULES if path.endswith("service.port"))
-    assert service_rule == f"self != {names.GRPC_PORT}"
+    assert service_rule == f"self != {GRPC_PORT}"
 
 
 @pytest.mark.parametrize(("path", "rule"), RULES, ids=[f"{path}: {rule['message']}" for path, rule in RULES])

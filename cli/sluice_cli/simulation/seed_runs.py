@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_cli.simulation.cluster_spec import ClusterSpec, format_engines
-from sluice_cli.simulation.trace_files import load_rows
+from sluice_cli.simulation.trace_cache import load_rows
 from sluice_cli.simulation.worker_processes import start_workers
 from sluice_core.sim.goodput import search_goodput
 from sluice_core.sim.metrics import make_report, summarize

@@ -3,7 +3,7 @@
 Runs as a program: reads a JSON list of requests, writes a JSON list of answers. It uses one engine, no plugin, no KV
 connector, and whole prompts in one chunk.
 
-Usage: python e2e/reference.py MODEL REQUESTS.json ANSWERS.json
+Usage: python e2e/stock_vllm.py MODEL REQUESTS.json ANSWERS.json
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sluice_cli.local_cluster.rollout_steps import (
+from sluice_cli.local_cluster.reconcile_steps import (
     AddEngines,
     AddRouters,
     DesiredProcesses,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from desired_harness import SETTINGS, check, render
+from children_harness import SETTINGS, check, render
 from fake_kubernetes import make_cluster
 
-from sluice_operator.api import names
+from sluice_operator.api.labels import COMPONENT_LABEL
 from sluice_operator.api.manifest import check_manifest
-from sluice_operator.resources.desired import RenderInputs, render_children
+from sluice_operator.resources.children import RenderInputs, render_children
 from sluice_operator.settings import OperatorSettings
 
 
@@ -18,9 +18,9 @@ def test_engines_let_in_their_routers_and_one_another_only() -> None:
     policy = render(network={"mode": "TCP", "tcpPortRange": "7000-7099"})["NetworkPolicy", "tiny-engine"]["spec"]
     routers, engines, metrics = policy["ingress"]
     assert policy["policyTypes"] == ["Ingress"]
-    assert routers["from"][0]["podSelector"]["matchLabels"][names.COMPONENT_LABEL] == "router"
+    assert routers["from"][0]["podSelector"]["matchLabels"][COMPONENT_LABEL] == "router"
     assert [item["port"] for item in routers["ports"]] == [8010]
-    assert engines["from"][0]["podSelector"]["matchLabels"][names.COMPONENT_LABEL] == "engine"
+    assert engines["from"][0]["podSelector"]["matchLabels"][COMPONENT_LABEL] == "engine"
     assert [(item["port"], item.get("endPort")) for item in engines["ports"]] == [(5600, None), (7000, 7099)]
     assert [item["port"] for item in metrics["ports"]] == [9090]
     for rule in (routers, engines):

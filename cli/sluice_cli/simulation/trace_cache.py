@@ -1,4 +1,4 @@
-"""Reads traces of requests from files."""
+"""Loads traces from files, plain or gzipped, once per process; ``sluice_core.sim.traces`` reads their formats."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sluice_operator.planning.victims import RemovableEngine, choose_victims
+from sluice_operator.planning.scale_down import RemovableEngine, choose_victims
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

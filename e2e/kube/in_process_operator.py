@@ -19,14 +19,17 @@ from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.config import kube_config
 from testbed.settings import ROOT
 
-from sluice_operator.api.names import COMPONENT_LABEL, DELETION_COST_ANNOTATION, ENGINE, ROLE_LABEL, ClusterKey
+from sluice_operator.api.labels import COMPONENT_LABEL, DELETION_COST_ANNOTATION, ROLE_LABEL
+from sluice_operator.api.names import ENGINE, ClusterKey
 from sluice_operator.controller.manager import format_now
 from sluice_operator.controller.observation import CHILD_KINDS
 from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.kubernetes.client import KubernetesClient
+from sluice_operator.kubernetes.errors import ConflictError, KubernetesError
 from sluice_operator.kubernetes.interceptors import READ_VERBS, InterceptedKubernetes
-from sluice_operator.kubernetes.interface import CLUSTERS, PODS, ConflictError, KubernetesError, annotations_of, uid_of
-from sluice_operator.planning.plan import read_plan
+from sluice_operator.kubernetes.kinds import CLUSTERS, PODS
+from sluice_operator.kubernetes.objects import annotations_of, uid_of
+from sluice_operator.planning.plan_store import read_plan
 from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:
@@ -35,7 +38,8 @@ if TYPE_CHECKING:
     from testbed.client import Client
 
     from sluice_operator.kubernetes.interceptors import Answer
-    from sluice_operator.kubernetes.interface import Kind, Object
+    from sluice_operator.kubernetes.kinds import Kind
+    from sluice_operator.kubernetes.objects import Object
 
 PAUSE_S = 0.3
 PATIENCE_S = 120.0

@@ -6,14 +6,13 @@ import copy
 from typing import Any
 
 import pytest
-from desired_harness import SETTINGS, check, engine_template, render, router_template
+from children_harness import SETTINGS, check, engine_template, render, router_template
 from fake_kubernetes import make_cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice_operator.api import names
-from sluice_operator.api.names import RESTART_HASH_ANNOTATION
-from sluice_operator.resources.desired import RenderInputs, key_of, render_children
+from sluice_operator.api.labels import RESTART_HASH_ANNOTATION, TEMPLATE_ANNOTATION
+from sluice_operator.resources.children import RenderInputs, key_of, render_children
 from sluice_operator.resources.rollout_hash import (
     RESTARTS_ENGINES,
     RESTARTS_ROUTERS,
@@ -104,7 +103,7 @@ def test_an_operator_that_renders_differently_keeps_the_template_until_something
 def test_a_kept_template_that_somebody_has_been_at_is_rendered_anew(text) -> None:
     live = render()["Deployment", "tiny-engine"]
     damaged = copy.deepcopy(live)
-    damaged["metadata"]["annotations"][names.TEMPLATE_ANNOTATION] = text
+    damaged["metadata"]["annotations"][TEMPLATE_ANNOTATION] = text
     assert keep_pod_template(live, damaged)["spec"]["template"] == live["spec"]["template"]
 
 

@@ -15,9 +15,9 @@ from sluice.certificate_rotation import CertificateFolder
 from sluice.grpc_credentials import PeerCheck, make_server_credentials
 from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
 from sluice_operator.api.names import ClusterKey
-from sluice_operator.routers.connection import fetch_status
-from sluice_operator.routers.connections import RouterConnections
+from sluice_operator.routers.connection_table import RouterConnections
 from sluice_operator.routers.engine_reports import count_loads, merge_reports, needs_reconcile
+from sluice_operator.routers.router_connection import fetch_status
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

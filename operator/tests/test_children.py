@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
-from desired_harness import check, engine_template, render, router_template
+from children_harness import check, engine_template, render, router_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes.aio.client import models
 
-from sluice_operator.api import names
+from sluice_operator.api.labels import RESTART_HASH_ANNOTATION
 from sluice_operator.api.manifest import check_manifest
-from sluice_operator.resources.desired import RenderInputs, is_applied, render_children
+from sluice_operator.resources.apply import is_applied
+from sluice_operator.resources.children import RenderInputs, render_children
 from sluice_operator.resources.engine_deployment import render_engines
 from sluice_operator.resources.router_deployment import CPU_REQUEST
 from sluice_operator.settings import OperatorSettings
@@ -73,7 +74,7 @@ def test_pods_are_as_users_say(template) -> None:
     assert (side["image"], spec["priorityClassName"]) == ("side:1", "high")
     assert rendered["metadata"]["annotations"]["team"] == "serving"
     # It replaces pods, as every field of theirs.
-    digest = names.RESTART_HASH_ANNOTATION
+    digest = RESTART_HASH_ANNOTATION
     assert rendered["metadata"]["annotations"][digest] != plain["metadata"]["annotations"][digest]
 
 
@@ -210,7 +211,7 @@ def test_the_example_for_kind_runs_on_nodes_without_gpus_and_volumes() -> None:
 
 
 def test_a_gpu_name_of_the_installation_replaces_no_pod() -> None:
-    digest = names.RESTART_HASH_ANNOTATION
+    digest = RESTART_HASH_ANNOTATION
     old, new = (render_engines(check(), 1, "i", name) for name in ("", "nvidia.com/gpu"))
     annotations = [item["spec"]["template"]["metadata"]["annotations"][digest] for item in (old, new)]
     assert annotations[0] == annotations[1]

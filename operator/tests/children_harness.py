@@ -7,7 +7,7 @@ from typing import Any
 from fake_kubernetes import make_cluster
 
 from sluice_operator.api.manifest import check_manifest
-from sluice_operator.resources.desired import RenderInputs, key_of, render_children
+from sluice_operator.resources.children import RenderInputs, key_of, render_children
 from sluice_operator.settings import OperatorSettings
 
 SETTINGS = OperatorSettings(namespace="sluice-system", identity="a")

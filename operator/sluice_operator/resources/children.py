@@ -5,15 +5,11 @@ The plan's ConfigMap is not among them: it is compared and swapped, never applie
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
-from sluice_operator.kubernetes.interface import annotations_of, name_of, uid_of
-from sluice_operator.kubernetes.quantities import read_quantity
+from sluice_operator.kubernetes.objects import name_of
 from sluice_operator.resources import (
     disruption_budgets,
     network_policies,
@@ -23,8 +19,9 @@ from sluice_operator.resources import (
 )
 from sluice_operator.resources.certificates import render_certificates
 from sluice_operator.resources.engine_deployment import render_engines
+from sluice_operator.resources.owner_references import set_controller_reference
+from sluice_operator.resources.rolling_update import hold_split, mark_rollout
 from sluice_operator.resources.rollout_hash import keep_pod_template
-from sluice_operator.resources.rollout_state import hold_split, mark_rollout
 from sluice_operator.resources.router_deployment import render_routers
 
 if TYPE_CHECKING:
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
 
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.api.spec.model_spec import ModelSpec
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.resources.rollout_state import RolloutState
     from sluice_operator.settings import OperatorSettings
 
@@ -104,75 +101,6 @@ def _with_model(cluster: ServingCluster, model: ModelSpec | None) -> ServingClus
     return cluster.model_copy(update={"spec": cluster.spec.model_copy(update={"model": model})})
 
 
-def set_controller_reference(child: Object, cluster: ServingCluster) -> Object:
-    """Sets namespace, controller reference, and the hash of what is applied."""
-    metadata = cluster.metadata
-    text = json.dumps(child, sort_keys=True)
-    owned = copy.deepcopy(child)
-    owned["metadata"] |= {
-        "namespace": metadata.namespace,
-        "ownerReferences": [
-            {
-                "apiVersion": cluster.api_version,
-                "kind": cluster.kind,
-                "name": metadata.name,
-                "uid": metadata.uid,
-                "controller": True,
-            }
-        ],
-        # Comparing desired fields cannot notice a field that is no longer desired; this hash does.
-        "annotations": {
-            **annotations_of(child),
-            names.APPLIED_HASH_ANNOTATION: hashlib.sha256(text.encode()).hexdigest()[:16],
-        },
-    }
-    return owned
-
-
 def key_of(child: Object) -> ChildKey:
     """Kind and name of a child."""
     return child["kind"], name_of(child)
-
-
-def get_controller(child: Object) -> Object | None:
-    """The controller of an object, as its owner reference; None when nobody controls it."""
-    references = child["metadata"].get("ownerReferences") or []
-    return next((reference for reference in references if reference.get("controller")), None)
-
-
-def is_applied(wanted: Any, live: Any) -> bool:
-    """Whether the live object has every desired value; fields that the server or others add are ignored.
-
-    Lists of named items are compared by name, other lists as a whole.
-    """
-    if isinstance(wanted, dict):
-        return (live is None and not wanted) or (
-            isinstance(live, dict) and all(is_applied(value, live.get(name)) for name, value in wanted.items())
-        )
-    if isinstance(wanted, list):
-        if not isinstance(live, list):
-            return not wanted and live is None
-        if wanted and all(isinstance(item, dict) and "name" in item for item in wanted):
-            found = {item.get("name"): item for item in live if isinstance(item, dict)}
-            return all(is_applied(item, found.get(item["name"])) for item in wanted)
-        return len(wanted) == len(live) and all(is_applied(*pair) for pair in zip(wanted, live, strict=True))
-    return _is_same(wanted, live)
-
-
-def _is_same(wanted: object, live: object) -> bool:
-    """Whether two values are equal: the server drops empty and false values, and rewrites quantities."""
-    if wanted == live or (live is None and not wanted):
-        return True
-    if not isinstance(wanted, int | str) or not isinstance(live, int | str):
-        return False
-    try:
-        return read_quantity(wanted) == read_quantity(live)
-    except ValueError:
-        return False
-
-
-def require_uid(child: Object, live: Object | None) -> Object:
-    """Adds the uid of the live object, so that no other one of this name is written."""
-    if live is None:
-        return child
-    return {**child, "metadata": {**child["metadata"], "uid": uid_of(live)}}

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from sluice_operator.api.names import CONTROL_PORT
-from sluice_operator.routers.connection import ControlTls, RouterConnection
+from sluice_operator.api.ports import CONTROL_PORT
 from sluice_operator.routers.engine_reports import needs_reconcile
+from sluice_operator.routers.router_connection import ControlTls, RouterConnection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
