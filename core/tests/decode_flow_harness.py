@@ -2,7 +2,7 @@
 
 import random
 
-from sluice_core.kv import KvBlocks
+from sluice_core.kv_blocks import KvBlocks
 from sluice_core.records import RequestId, Role, StrategyParameters
 from sluice_core.scheduling.decode_flow import (
     FlowPolicy,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from naive_simulation import NaiveEngine, NaiveRequest, NaiveSimulation
 
-from sluice_core.kv import KvBlocks, blocks_for_tokens
+from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
 from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.batching import EngineBatch, RequestKind
 from sluice_core.scheduling.decode_flow import FlowRequest

@@ -6,7 +6,7 @@ It shares the policies with ``sluice_core.sim``, and neither engine nor event lo
 import random
 from dataclasses import dataclass, field
 
-from sluice_core.kv import KvBlocks, blocks_for_tokens
+from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
 from sluice_core.records import EngineLoad, Hold, IterationShape, MoveCause, Place, PrefillRequest, RequestId
 from sluice_core.scheduling.batching import EngineBatch, RequestKind
 from sluice_core.scheduling.decode_flow import FlowRequest

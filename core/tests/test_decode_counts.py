@@ -7,7 +7,7 @@ from decode_flow_harness import BLOCK, TAU, D, P, join, make_decodes, make_polic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice_core.kv import KvBlocks
+from sluice_core.kv_blocks import KvBlocks
 from sluice_core.records import RequestId, StrategyParameters
 from sluice_core.scheduling import decode_flow
 from sluice_core.scheduling.decode_flow import (

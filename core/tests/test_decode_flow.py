@@ -9,7 +9,7 @@ from decode_flow_harness import BLOCK, TAU, D, P, join, make_decodes, make_polic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice_core.kv import KvBlocks, blocks_for_tokens
+from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
 from sluice_core.records import MoveCause, RequestId, StrategyParameters
 from sluice_core.scheduling.decode_flow import (
     MAX_PROPOSAL_BACKOFF_S,

@@ -12,7 +12,7 @@ from test_simulation import SLO, STRATEGIES, describe, make_arrivals, make_engin
 
 from sluice_core.latency.scaled import ScaledLatencyModel
 from sluice_core.records import EarlyRejection, IterationShape, Slo, StrategyParameters
-from sluice_core.shares import choose_owner
+from sluice_core.router_shares import choose_owner
 from sluice_core.sim.cell import Cell, NoGrant, RouterSetup, SimOptions
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.simulation import Simulation

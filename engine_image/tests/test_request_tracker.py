@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_scheduler_grant_table import Pool
 
-from sluice_core.kv import KvBlocks
+from sluice_core.kv_blocks import KvBlocks
 from sluice_core.records import StrategyParameters
 from sluice_core.scheduling.batching import RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY, get_strategy

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from test_request_tracker import add
 
-from sluice_core.kv import KvBlocks
+from sluice_core.kv_blocks import KvBlocks
 from sluice_core.latency import OnlineLatencyModel
 from sluice_core.records import IterationShape, StrategyParameters
 from sluice_core.scheduling.batching import PrefillSelector, RequestKind

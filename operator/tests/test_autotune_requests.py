@@ -12,8 +12,8 @@ from sluice.v1 import control_pb2
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
 from sluice_core.records import EarlyRejection, IterationShape, Role, StrategyParameters
+from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
 from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS
-from sluice_core.slo import ROUTER_WAIT_LIMIT_S
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune import search as searching
 from sluice_operator.autotune.engine_facts import (

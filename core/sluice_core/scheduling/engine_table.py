@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
-from sluice_core.kv import blocks_for_tokens
+from sluice_core.kv_blocks import blocks_for_tokens
 from sluice_core.latency import (
     DEFAULT_TRANSFER_BYTES_PER_S,
     TRANSFER_LATENCY_S,

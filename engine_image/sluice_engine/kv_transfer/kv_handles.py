@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from sluice_core.kv import blocks_for_tokens
+from sluice_core.kv_blocks import blocks_for_tokens
 from sluice_engine.core_messages import FIRST_TOKEN_KEY, NUM_TOKENS_KEY
 
 _BlockId = Annotated[int, Meta(ge=1)]  # block 0 is vLLM's null block

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sluice_engine.core_messages import GrantAnswer
 
 if TYPE_CHECKING:
-    from sluice_core.kv import KvBlocks
+    from sluice_core.kv_blocks import KvBlocks
     from sluice_engine.core_messages import GrantCommand
     from sluice_engine.kv_transfer.grant_table import GrantTable
     from sluice_engine.scheduling.kv_usage import KvUsage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sluice_core.kv import blocks_for_tokens
+from sluice_core.kv_blocks import blocks_for_tokens
 from sluice_core.scheduling.batching import EngineBatch, RequestKind
 
 if TYPE_CHECKING:

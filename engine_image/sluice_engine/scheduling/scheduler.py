@@ -17,7 +17,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from sluice_core.kv import blocks_for_tokens
+from sluice_core.kv_blocks import blocks_for_tokens
 from sluice_core.records import MoveCause
 from sluice_core.scheduling.batching import RequestKind
 from sluice_core.scheduling.decode_set import DecodeSet
