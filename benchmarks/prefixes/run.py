@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice_core.latency.measured_profiles import load_model_on_gpu
-from sluice_core.records import EngineId, Hold, Place, Role, Slo, StrategyParameters
+from sluice_core.records import EngineId, Hold, Place, Role, Slo
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.prefill_placement import PlacementPolicy
 from sluice_core.sim.cell import Cell, EngineSetup, SimOptions
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from sluice_core.records import Decision, PrefillRequest
     from sluice_core.scheduling.engine_table import EngineTable
     from sluice_core.sim.cell import Arrival
+    from sluice_core.strategy_parameters import StrategyParameters
 
 TRACE = Path(__file__).parents[1] / "traces" / "mooncake_conversation_hash.jsonl.gz"
 CHUNKS = {"aggregated": (1024, 1024), "taichi": (2048, 512)}

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
-from sluice_core.records import MoveCause, RequestId, StrategyParameters
+from sluice_core.records import MoveCause, RequestId
 from sluice_core.scheduling.decode_flow import (
     MAX_PROPOSAL_BACKOFF_S,
     MAX_STANDING_PROPOSALS,
     PROPOSAL_BACKOFF_S,
 )
+from sluice_core.strategy_parameters import StrategyParameters
 
 # --- Algorithm 1, the paper's pseudocode on plain lists ---
 

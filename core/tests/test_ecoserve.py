@@ -11,7 +11,6 @@ from test_simulation import make_arrivals, make_engines, run
 
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import (
-    EarlyRejection,
     EngineId,
     EngineLoad,
     Hold,
@@ -22,7 +21,6 @@ from sluice_core.records import (
     RequestId,
     Role,
     Slo,
-    StrategyParameters,
 )
 from sluice_core.scheduling.batching import EngineBatch, RequestKind
 from sluice_core.scheduling.decode_set import DecodeSet
@@ -34,6 +32,7 @@ from sluice_core.sim.cell import AddEngineEvent, Arrival, Cell, ConfigureEvent, 
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
+from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
 A100 = load_model_on_gpu("qwen2.5-14b", "a100-80g", 1).profile
 ECOSERVE = get_strategy("ecoserve")

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from test_simulation import SLO, make_engines
 
-from sluice_core.records import StrategyParameters
 from sluice_core.scheduling import batching
 from sluice_core.scheduling.batching import RECOMPUTE_TOKENS, PrefillSelector, RequestKind
 from sluice_core.sim.cell import Arrival
@@ -13,6 +12,7 @@ from sluice_core.sim.engine.prefill_queue import PrefillQueue
 from sluice_core.sim.engine.selected_prefills import SelectedPrefills
 from sluice_core.sim.requests import SimRequest
 from sluice_core.strategies import get_strategy
+from sluice_core.strategy_parameters import StrategyParameters
 
 IS_COMPILED = not batching.__file__.endswith(".py")
 BLOCK = 16

@@ -11,20 +11,17 @@ from test_simulation import make_engines
 from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import (
-    EarlyRejection,
     EngineId,
     EngineLoad,
     Hold,
     IterationShape,
     MoveCause,
-    OverloadOrder,
     Place,
     PrefillRequest,
     Reject,
     RequestId,
     Role,
     Slo,
-    StrategyParameters,
 )
 from sluice_core.scheduling.batching import BatchLimits, EngineBatch
 from sluice_core.scheduling.decode_flow import FlowRequest
@@ -36,6 +33,7 @@ from sluice_core.scheduling.slack.slack_waiting_order import WaitingOrder
 from sluice_core.sim.cell import Arrival, Cell, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
+from sluice_core.strategy_parameters import EarlyRejection, OverloadOrder, StrategyParameters
 
 A100 = load_model_on_gpu("qwen2.5-14b", "a100-80g", 1).profile
 SLUICE = get_strategy("sluice")

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Iterable
 
-from sluice_core.records import Decision, Hold, Place, PrefillRequest, StrategyParameters
+from sluice_core.records import Decision, Hold, Place, PrefillRequest
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import get_view
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
@@ -19,6 +19,7 @@ from sluice_core.scheduling.prefill_feasibility import AssignPass
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement, PlacementPolicy
 from sluice_core.scheduling.prefix_placement import find_cached
 from sluice_core.scheduling.waiting_order import get_urgency
+from sluice_core.strategy_parameters import StrategyParameters
 
 
 class _SloBlindPlacement:

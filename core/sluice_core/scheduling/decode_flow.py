@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from sluice_core.records import EngineId, MoveCause, MoveProposal, RequestId, Role, StrategyParameters
+from sluice_core.records import EngineId, MoveCause, MoveProposal, RequestId, Role
 from sluice_core.scheduling.decode_set import Decode, DecodeSet
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
+from sluice_core.strategy_parameters import StrategyParameters
 
 __all__ = ["DecodeSet", "FlowPolicy", "FlowRequest"]
 

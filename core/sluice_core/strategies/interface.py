@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
-from sluice_core.records import Decision, EngineId, MoveCause, PrefillRequest, RequestId, Role, StrategyParameters
+from sluice_core.records import Decision, EngineId, MoveCause, PrefillRequest, RequestId, Role
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowRequest
@@ -16,7 +16,7 @@ from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.placement_records import NUM_RECORDS, PlacementRecord
 from sluice_core.scheduling.splitting.output_lengths import OutputLengths
 from sluice_core.scheduling.waiting_order import Urgency, compute_urgency
-from sluice_core.strategies.parameters import Parameter, format_parameters, read_parameters
+from sluice_core.strategy_parameters import Parameter, StrategyParameters, format_parameters, read_parameters
 
 
 class Need(StrEnum):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from sluice_core.records import Decision, EngineId, MoveCause, MoveProposal, PrefillRequest, Role, StrategyParameters
+from sluice_core.records import Decision, EngineId, MoveCause, MoveProposal, PrefillRequest, Role
 from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
@@ -17,6 +17,7 @@ from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.placement_records import PlacementRecord
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement, PlacementPolicy
 from sluice_core.strategies.interface import RouterPolicy, Strategy
+from sluice_core.strategy_parameters import StrategyParameters
 
 
 class RoleRouter(RouterPolicy):

@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sluice_core.strategies import get_strategy
-from sluice_core.strategies.parameters import PARAMETERS, read_parameters
+from sluice_core.strategy_parameters import PARAMETERS, read_parameters
 from sluice_operator.api.field_types import percent
 from sluice_operator.api.sliders import AUTO, Sliders, resolve_sliders, write_parameters
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts, EngineFacts, MeasuredEngineFacts
 from sluice_operator.autotune.workload import SAMPLE_GROWTH, WorkloadSample, has_shifted
 
 if TYPE_CHECKING:
-    from sluice_core.records import StrategyParameters
+    from sluice_core.strategy_parameters import StrategyParameters
     from sluice_operator.api.serving_cluster import ServingClusterSpec
     from sluice_operator.api.spec.autotune_spec import CountBounds, TokenBounds
 

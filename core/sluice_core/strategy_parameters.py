@@ -1,11 +1,103 @@
-"""Parameters of strategies as rows: one source for the manifest's bounds, the wire's checks and the documentation."""
+"""What a plan may set of a strategy: the values, their defaults, and their bounds as rows.
+
+The rows are the one source for the manifest's bounds, the wire's checks and the documentation.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
-from sluice_core.records import EarlyRejection, OverloadOrder, StrategyParameters
+
+class EarlyRejection(StrEnum):
+    """What happens to a request that no engine can serve within its TTFT SLO."""
+
+    OFF = "Off"
+    RANDOM = "Random"
+    REJECT = "Reject"
+
+
+class OverloadOrder(StrEnum):
+    """Which prompts wait behind the others when not all can meet their TTFT SLO."""
+
+    LONGEST_LAST = "LongestLast"
+    DEADLINE = "Deadline"
+
+
+class PrefillOrder(StrEnum):
+    """In which order FlowPrefill serves prompts; all but the first are what it is compared with (section 6.3).
+
+    ``formula_3`` is the paper's formula to the letter: of prompts that will be late the latest deadline goes first.
+    ``d_edf`` serves those last whose deadline has passed, ``edf`` and ``chunked_edf`` serve by deadline alone. The last
+    fills each iteration by deadline, whatever has started.
+    """
+
+    S_EDF = "s_edf"
+    FORMULA_3 = "formula_3"
+    D_EDF = "d_edf"
+    EDF = "edf"
+    CHUNKED_EDF = "chunked_edf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyParameters:
+    """Live parameters of the strategies. Defaults: TaiChi, sections 3.3 and 4.1; bounds: the CRD.
+
+    Args:
+        watermark: M, share of KV blocks or of max_num_seqs.
+        approaching_factor: Alpha, share of the TPOT SLO.
+        early_rejection: Policy for infeasible requests.
+        min_tokens_between_moves: Output tokens between two moves of a request unless its SLO is at stake.
+        prefill_batch_tokens: L_m, prefill tokens that saturate a GPU: a prefill engine batches whole prompts up to so
+            many, and a longer one alone. 0: it fills its chunk (DistServe, section 4.3).
+        batch_token_budget: G (FlowPrefill, section 5.2, Algorithm 1): prompt tokens that a batch stays below.
+        prefill_order: See ``PrefillOrder``; manifests cannot set it.
+        grant_wait_s: Longest time that a finished prefill waits for a decode engine, its KV on the prefill engine; then
+            it is recomputed and decodes in place. Below the lease of handed-off KV.
+        tpot_share: Share of the TPOT SLO that prefills may use up.
+        least_prefill_share: Share of the TPOT SLO that prefills get in each iteration beside decodes in any case.
+        catch_up_tokens: Tokens of an answer until which it may be behind its TPOT SLO, as far as it catches up by then;
+            manifests cannot set it.
+        late_ttft_factor: A prompt that cannot meet its TTFT SLO waits as if this were so many times as long; 1: it
+            keeps its place.
+        late_share: Share of the prefill time that such prompts get together while others can meet theirs; 1: by their
+            deadlines, whoever else becomes late.
+        overload_order: See ``OverloadOrder``.
+        pack_share: Share of the TPOT SLO up to which decodes gather on one engine; 0: they stay where they begin.
+        pack_prompt_share: Time of the usual prompt, as a share of the TPOT SLO, from which on they gather;
+            manifests cannot set it.
+        credit_s: Prefill work, in seconds, that an engine is given ahead; 0: all of it, as it arrives.
+        macro_instance_least: N_l, engines of the macro instance that a split makes (EcoServe, section 3.5.1).
+        macro_instance_most: N_u, most engines of one; it counts as ``2 * N_l - 1`` where it is less.
+        split_search_steps: K, most steps of the search for a split (DynaServe, section 4.1, Algorithm 1).
+        split_margin_tokens: Tokens that a predicted output is taken to be longer (DynaServe, section 5).
+        tbt_target_s: S, what an iteration with decodes may take (DynaServe, section 4.2, Algorithm 2); 0: the least
+            TPOT objective of the decodes.
+    """
+
+    watermark: float = 0.95
+    approaching_factor: float = 0.96
+    early_rejection: EarlyRejection = EarlyRejection.OFF
+    min_tokens_between_moves: int = 16
+    prefill_batch_tokens: int = 2048
+    batch_token_budget: int = 4096
+    prefill_order: PrefillOrder = PrefillOrder.S_EDF
+    grant_wait_s: float = 10.0
+    tpot_share: float = 0.98
+    least_prefill_share: float = 0.1
+    catch_up_tokens: int = 8
+    late_ttft_factor: float = 3.0
+    late_share: float = 0.1
+    overload_order: OverloadOrder = OverloadOrder.LONGEST_LAST
+    pack_share: float = 0.85
+    pack_prompt_share: float = 4.0
+    credit_s: float = 0.1
+    macro_instance_least: int = 4
+    macro_instance_most: int = 16
+    split_search_steps: int = 6
+    split_margin_tokens: int = 20
+    tbt_target_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
