@@ -106,7 +106,6 @@ class Parameter:
 
     Args:
         name: On the wire; the manifest writes it in camel case.
-        default: As on the wire.
         low: Least number.
         high: Largest number.
         choices: The words; empty: it is a number.
@@ -115,7 +114,6 @@ class Parameter:
     """
 
     name: str
-    default: str
     low: int = 0
     high: int = 0
     choices: tuple[str, ...] = ()
@@ -135,17 +133,14 @@ class Parameter:
             raise ValueError(f"parameters.{self.name} is {value}, allowed are {self.low} to {self.high}")
 
 
-WATERMARK = Parameter(
-    name="watermark_percent", default="95", low=50, high=99, unit="percent", source="TaiChi, section 3.3"
-)
+WATERMARK = Parameter(name="watermark_percent", low=50, high=99, unit="percent", source="TaiChi, section 3.3")
 APPROACHING_FACTOR = Parameter(
-    name="approaching_factor_percent", default="96", low=50, high=100, unit="percent", source="TaiChi, section 4.1"
+    name="approaching_factor_percent", low=50, high=100, unit="percent", source="TaiChi, section 4.1"
 )
-EARLY_REJECTION = Parameter(name="early_rejection", default="Off", choices=tuple(EarlyRejection))
-MIN_TOKENS_BETWEEN_MOVES = Parameter(name="min_tokens_between_moves", default="16", low=0, high=65_536, unit="tokens")
+EARLY_REJECTION = Parameter(name="early_rejection", choices=tuple(EarlyRejection))
+MIN_TOKENS_BETWEEN_MOVES = Parameter(name="min_tokens_between_moves", low=0, high=65_536, unit="tokens")
 PREFILL_BATCH_TOKENS = Parameter(
     name="prefill_batch_tokens",
-    default="2048",
     low=0,
     high=1_048_576,
     unit="tokens",
@@ -153,43 +148,37 @@ PREFILL_BATCH_TOKENS = Parameter(
 )
 BATCH_TOKEN_BUDGET = Parameter(
     name="batch_token_budget",
-    default="4096",
     low=16,
     high=1_048_576,
     unit="tokens",
     source="FlowPrefill, section 6.3",
 )
 # Engines keep handed-off KV for 30 s at most, and a pull may take 2 s to begin.
-GRANT_WAIT_MILLISECONDS = Parameter(
-    name="grant_wait_milliseconds", default="10000", low=1, high=25_000, unit="milliseconds"
-)
-TPOT_SHARE = Parameter(name="tpot_share_percent", default="98", low=50, high=100, unit="percent")
-LEAST_PREFILL = Parameter(name="least_prefill_percent", default="10", low=0, high=100, unit="percent")
-LATE_TTFT_FACTOR = Parameter(name="late_ttft_factor_percent", default="300", low=100, high=400, unit="percent")
-LATE_SHARE = Parameter(name="late_share_percent", default="10", low=0, high=100, unit="percent")
+GRANT_WAIT_MILLISECONDS = Parameter(name="grant_wait_milliseconds", low=1, high=25_000, unit="milliseconds")
+TPOT_SHARE = Parameter(name="tpot_share_percent", low=50, high=100, unit="percent")
+LEAST_PREFILL = Parameter(name="least_prefill_percent", low=0, high=100, unit="percent")
+LATE_TTFT_FACTOR = Parameter(name="late_ttft_factor_percent", low=100, high=400, unit="percent")
+LATE_SHARE = Parameter(name="late_share_percent", low=0, high=100, unit="percent")
 OVERLOAD_ORDER = Parameter(
     name="overload_order",
-    default="LongestLast",
     choices=tuple(OverloadOrder),
     source="Moore, Management Science 15(1), 1968",
 )
-PACK_SHARE = Parameter(name="pack_share_percent", default="85", low=0, high=100, unit="percent")
-CREDIT = Parameter(name="credit_milliseconds", default="100", low=0, high=10_000, unit="milliseconds")
+PACK_SHARE = Parameter(name="pack_share_percent", low=0, high=100, unit="percent")
+CREDIT = Parameter(name="credit_milliseconds", low=0, high=10_000, unit="milliseconds")
 MACRO_INSTANCE_LEAST = Parameter(
-    name="macro_instance_least", default="4", low=1, high=256, unit="engines", source="EcoServe, section 4.3.2: N_l"
+    name="macro_instance_least", low=1, high=256, unit="engines", source="EcoServe, section 4.3.2: N_l"
 )
 MACRO_INSTANCE_MOST = Parameter(
-    name="macro_instance_most", default="16", low=1, high=1024, unit="engines", source="EcoServe, section 4.3.2: N_u"
+    name="macro_instance_most", low=1, high=1024, unit="engines", source="EcoServe, section 4.3.2: N_u"
 )
 SPLIT_SEARCH_STEPS = Parameter(
-    name="split_search_steps", default="6", low=1, high=16, unit="steps", source="DynaServe, section 4.1: K"
+    name="split_search_steps", low=1, high=16, unit="steps", source="DynaServe, section 4.1: K"
 )
 SPLIT_MARGIN_TOKENS = Parameter(
-    name="split_margin_tokens", default="20", low=0, high=65_536, unit="tokens", source="DynaServe, section 5"
+    name="split_margin_tokens", low=0, high=65_536, unit="tokens", source="DynaServe, section 5"
 )
-TBT_TARGET_MILLISECONDS = Parameter(
-    name="tbt_target_milliseconds", default="0", low=0, high=60_000, unit="milliseconds"
-)
+TBT_TARGET_MILLISECONDS = Parameter(name="tbt_target_milliseconds", low=0, high=60_000, unit="milliseconds")
 PARAMETERS = (
     WATERMARK,
     APPROACHING_FACTOR,
@@ -230,7 +219,7 @@ def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], stra
             raise ValueError(f"parameters.{name} is unknown to strategy {strategy!r}; known are {', '.join(known)}")
     read = format_parameters(PARAMETERS, StrategyParameters())
     for row in rows:
-        read[row.name] = values.get(row.name, row.default)
+        read[row.name] = values.get(row.name, read[row.name])
         row.check(read[row.name])
     return StrategyParameters(
         watermark=int(read[WATERMARK.name]) / 100,
