@@ -12,8 +12,8 @@ from benchmarks.fidelity.records import RecordedBatch
 from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_cli.simulation.cluster_spec import read_manifest_spec
 from sluice_core.records import Role, Slo
-from sluice_core.scheduling.batching import RequestKind
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
+from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.sim.cell import Arrival
 from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.sim_engine import SimEngine

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, Hold, Place, Role, Slo
-from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.scheduling.prefill_placement import PlacementPolicy
 from sluice_core.sim.cell import Cell, EngineSetup, SimOptions
 from sluice_core.sim.goodput import search_goodput
@@ -29,6 +28,7 @@ from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import HASH_BLOCK_TOKENS, parse_trace
 from sluice_core.sim.workload import PoissonWorkload
 from sluice_core.strategies import get_strategy
+from sluice_core.strategies.placements import PLACEMENTS
 
 if TYPE_CHECKING:
     import random

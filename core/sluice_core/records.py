@@ -7,7 +7,6 @@ monotonic clock.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -69,47 +68,6 @@ class IterationShape:
     decode_context_tokens: int = 0
 
 
-@dataclass(slots=True, kw_only=True)
-class EngineLoad:
-    """An engine's load report: sums, so that its size does not depend on the queues.
-
-    Not frozen, so that a simulated engine can keep one: it changes it when it reports, and at no other time.
-
-    Args:
-        last_submit_number: Last submit of this router that the report includes.
-        queued_prefill_tokens: Prefill tokens not yet computed, waiting and running.
-        queued_requests: Requests with such tokens.
-        queued_attention_work: Their attention work, as in ``IterationShape``.
-        running_decodes: Decodes that run.
-        decode_context_tokens: Sum of their contexts.
-        kv_blocks_total: KV blocks of the engine.
-        kv_blocks_used: Blocks that requests hold, pinned ones included.
-        kv_blocks_granted: Blocks reserved by grants.
-        kv_blocks_pinned: Blocks handed off and not yet released.
-        iteration_remaining_s: Expected rest of the iteration under way.
-        pull_bytes_per_s: Measured rate of KV pulls; 0 when none was measured.
-        is_of_others: The engine belongs to the share of another router, which tries it first.
-        prefill_phase_s: For how long its phase of prefills has gone on; 0: it is in none (``batching.PhaseReport``).
-        saved_tpot_s: Mean saved TPOT of the decodes that were there before; ``math.inf`` without any.
-    """
-
-    last_submit_number: int = 0
-    queued_prefill_tokens: int = 0
-    queued_requests: int = 0
-    queued_attention_work: float = 0.0
-    running_decodes: int = 0
-    decode_context_tokens: int = 0
-    kv_blocks_total: int = 0
-    kv_blocks_used: int = 0
-    kv_blocks_granted: int = 0
-    kv_blocks_pinned: int = 0
-    iteration_remaining_s: float = 0.0
-    pull_bytes_per_s: float = 0.0
-    is_of_others: bool = False
-    prefill_phase_s: float = 0.0
-    saved_tpot_s: float = math.inf
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRequest:
     """A request that needs a prefill placed.
@@ -140,36 +98,6 @@ class PrefillRequest:
     cached_tokens: Mapping[EngineId, int] = field(default_factory=dict)
     turn: int = 0
     max_output_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementCandidate:
-    """One engine as a placement or a move saw it; kept for explanations.
-
-    Args:
-        engine_id: The engine.
-        role: Its role.
-        queued_prefill_tokens: Its queue, own placements included.
-        queue_s: Q, seconds until its prefill queue is empty.
-        execute_s: E, seconds to prefill this request.
-        transfer_s: T, seconds to move the KV; 0 on D-heavy engines.
-        cached_tokens: Prompt tokens expected in its prefix cache, which E leaves out.
-        is_feasible: Q + E + T within what is left of the TTFT SLO.
-        reason: ``feasible``, ``ttft``, ``kv``, ``room``, ``draining`` or ``excluded``.
-        is_of_others: It belongs to the share of another router: it stands behind one's own by
-            ``engine_table.SHARE_MARGIN_TOKENS``.
-    """
-
-    engine_id: EngineId
-    role: Role
-    queued_prefill_tokens: int
-    queue_s: float
-    execute_s: float
-    transfer_s: float
-    is_feasible: bool
-    reason: str
-    is_of_others: bool = False
-    cached_tokens: int = 0
 
 
 class Leg(NamedTuple):

@@ -6,7 +6,8 @@ import random
 from hypothesis import strategies as st
 
 from sluice_core.latency import TRANSFER_LATENCY_S, compute_attention_work
-from sluice_core.records import EngineId, EngineLoad, IterationShape, PrefillRequest, RequestId, Role, Slo
+from sluice_core.records import EngineId, IterationShape, PrefillRequest, RequestId, Role, Slo
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import (
     PROVEN_OBSERVATIONS,
     EngineConfig,

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import (
     EngineId,
-    EngineLoad,
     Hold,
     IterationShape,
     Leg,
@@ -23,6 +22,7 @@ from sluice_core.records import (
     Slo,
 )
 from sluice_core.scheduling.decode_flow import FlowRequest
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.splitting.execution_predictor import ExecutionPredictor
 from sluice_core.scheduling.splitting.output_lengths import UNKNOWN_TOKENS, KnownLengths, NoisyLengths, RunningQuantile

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_simulation import A100_14B, make_arrivals, make_engines, run
 
 from sluice_core.records import RequestId, Role, Slo
-from sluice_core.scheduling.batching import EngineBatch
+from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
 from sluice_core.scheduling.prefill_order.event_driven_selection import EventDrivenSelector
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor, QueuedPrefill, SlackOrder

@@ -12,7 +12,6 @@ from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import (
     EngineId,
-    EngineLoad,
     Hold,
     IterationShape,
     MoveCause,
@@ -23,9 +22,10 @@ from sluice_core.records import (
     Role,
     Slo,
 )
-from sluice_core.scheduling.batching import BatchLimits, EngineBatch
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.decode_set import LOST_BACK_OFF_S, DecodeSet
+from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
 from sluice_core.scheduling.slack.slack_batching import SlackBatching

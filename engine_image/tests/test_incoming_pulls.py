@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY
 from sluice_core.strategy_parameters import StrategyParameters
 from sluice_engine.core_messages import RequestExtras

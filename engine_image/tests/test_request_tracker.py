@@ -9,7 +9,7 @@ import pytest
 from test_scheduler_grant_table import Pool
 
 from sluice_core.kv_blocks import KvBlocks
-from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY, get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
 from sluice_engine.core_messages import ConfigureCommand, RequestExtras, SchedulerLoad

@@ -11,7 +11,7 @@ from test_request_tracker import add
 from sluice_core.kv_blocks import KvBlocks
 from sluice_core.latency import OnlineLatencyModel
 from sluice_core.records import IterationShape
-from sluice_core.scheduling.batching import PrefillSelector, RequestKind
+from sluice_core.scheduling.engine_policy import PrefillSelector, RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY
 from sluice_core.strategy_parameters import StrategyParameters
 from sluice_engine.core_messages import IterationReport

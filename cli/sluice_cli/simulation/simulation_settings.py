@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from sluice_core.latency.measured_profiles import ProfileKind
 from sluice_core.latency.transfer import LINKS
-from sluice_core.scheduling.baselines import PLACEMENTS
 from sluice_core.sim.cell import (
     BLOCK_SIZE_TOKENS,
     MAX_BATCH_TOKENS,
@@ -17,6 +16,7 @@ from sluice_core.sim.cell import (
     NoGrant,
     TtftEnd,
 )
+from sluice_core.strategies.placements import PLACEMENTS
 from sluice_core.strategy_parameters import EarlyRejection, OverloadOrder, PrefillOrder, StrategyParameters
 
 if TYPE_CHECKING:

@@ -150,6 +150,17 @@ class FlowPolicy:
             return None
         return self._pick_least_used(self._list_with_room(request, engines, role))
 
+    def is_too_soon(self, cause: MoveCause, tokens_since_move: int | None) -> bool:
+        """Say whether a move follows the last one too closely: requests must not go back and forth.
+
+        Args:
+            cause: Why the request should move.
+            tokens_since_move: Output tokens since its last move; None: it has not moved yet.
+        """
+        if cause is not MoveCause.DEGRADE or tokens_since_move is None:
+            return False
+        return tokens_since_move < self.parameters.min_tokens_between_moves
+
     def _flow_back(self, now: float, engine: DecodeSet, limit: int) -> list[MoveProposal]:
         """Select decodes whose TPOT so far nears the SLO, the furthest beyond it first.
 

@@ -17,7 +17,7 @@ from sluice_core.strategies.dynaserve import DynaServeRules
 from sluice_core.strategies.ecoserve import EcoServeRules
 from sluice_core.strategies.flowprefill import FlowPrefillRules
 from sluice_core.strategies.interface import SliderUse, Strategy
-from sluice_core.strategies.roles import FlowRules
+from sluice_core.strategies.role_policies import FlowRules
 from sluice_core.strategies.sluice import SluiceRules
 from sluice_core.strategy_parameters import Parameter, StrategyParameters
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from sluice_core.records import Hold, Leg, MoveCause, MoveProposal, Place, PrefillRequest
-from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.scheduling.waiting_order import Urgency, select_urgent
 from sluice_core.sim.cell import (
     Arrival,

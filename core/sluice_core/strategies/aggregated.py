@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice_core.strategies.interface import SliderUse, Strategy
-from sluice_core.strategies.roles import FlowRules
+from sluice_core.strategies.role_policies import FlowRules
 from sluice_core.strategy_parameters import EARLY_REJECTION, WATERMARK
 
 AGGREGATED = Strategy(

@@ -10,13 +10,8 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from sluice_core.scheduling.batching import (
-    RECOMPUTE_TOKENS,
-    BatchLimits,
-    EngineBatch,
-    EnginePolicy,
-    RequestKind,
-)
+from sluice_core.scheduling.chunked_batching import RECOMPUTE_TOKENS
+from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch, EnginePolicy, RequestKind
 from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.engine.freed_blocks import FreedBlocks
 from sluice_core.sim.engine.prefix_cache import PrefixCache

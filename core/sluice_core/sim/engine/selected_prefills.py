@@ -6,7 +6,7 @@ from heapq import heapify, heappush
 from typing import Final
 
 from sluice_core.records import RequestId
-from sluice_core.scheduling.batching import EnginePolicy, PrefillSelector, RequestKind
+from sluice_core.scheduling.engine_policy import EnginePolicy, PrefillSelector, RequestKind
 from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.engine.prefill_queue import PrefillQueue
 from sluice_core.sim.engine.prefix_cache import PrefixCache
