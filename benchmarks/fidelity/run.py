@@ -34,7 +34,7 @@ from benchmarks.local_cluster.client import StreamFailedError, list_errors
 from benchmarks.local_cluster.cluster import POLL_S, BenchmarkCluster, ClusterError, run_cluster
 from benchmarks.local_cluster.figures import describe_machine
 
-from sluice_core.sim.cell import Arrival as SimulatedArrival
+from sluice_core.sim.sim_setup import Arrival as SimulatedArrival
 from sluice_engine.scheduling.fidelity_recorder import VARIABLE
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.sim.cell import NoGrant, TtftEnd
 from sluice_core.sim.cluster import ASSIGN_INTERVAL_S
+from sluice_core.sim.sim_setup import NoGrant, TtftEnd
 
 
 class NaivePool:

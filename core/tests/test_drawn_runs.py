@@ -22,7 +22,10 @@ from test_simulation import SLO, STRATEGIES, make_arrivals, make_engines
 
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import EngineId, Role, Slo
-from sluice_core.sim.cell import (
+from sluice_core.sim.chrome_trace import Timeline
+from sluice_core.sim.metrics import list_latencies, make_report, summarize
+from sluice_core.sim.requests import RequestState
+from sluice_core.sim.sim_setup import (
     AddEngineEvent,
     Cell,
     ConfigureEvent,
@@ -35,10 +38,7 @@ from sluice_core.sim.cell import (
     TransferLink,
     TtftEnd,
 )
-from sluice_core.sim.metrics import list_latencies, make_report, summarize
-from sluice_core.sim.requests import RequestState
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
 from sluice_core.strategies.dynaserve import DynaServeRules
 from sluice_core.strategy_parameters import EarlyRejection, OverloadOrder, PrefillOrder, StrategyParameters

@@ -18,9 +18,9 @@ from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.rolling.macro_instances import divide_engines
 from sluice_core.scheduling.rolling.phase_batching import PhaseBatching
 from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
-from sluice_core.sim.cell import AddEngineEvent, Arrival, Cell, ConfigureEvent, FailEvent, SimOptions, TtftEnd
+from sluice_core.sim.chrome_trace import Timeline
+from sluice_core.sim.sim_setup import AddEngineEvent, Arrival, Cell, ConfigureEvent, FailEvent, SimOptions, TtftEnd
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 

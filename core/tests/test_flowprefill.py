@@ -14,8 +14,8 @@ from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
 from sluice_core.scheduling.prefill_order.event_driven_selection import EventDrivenSelector
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor, QueuedPrefill, SlackOrder
-from sluice_core.sim.cell import Arrival, Cell, ConfigureEvent, SimOptions
 from sluice_core.sim.requests import RequestState
+from sluice_core.sim.sim_setup import Arrival, Cell, ConfigureEvent, SimOptions
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import PrefillOrder, StrategyParameters
 

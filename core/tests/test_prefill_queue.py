@@ -8,10 +8,10 @@ from test_simulation import SLO, make_engines
 from sluice_core.scheduling import engine_policy
 from sluice_core.scheduling.chunked_batching import RECOMPUTE_TOKENS
 from sluice_core.scheduling.engine_policy import PrefillSelector, RequestKind
-from sluice_core.sim.cell import Arrival
 from sluice_core.sim.engine.prefill_queue import PrefillQueue
 from sluice_core.sim.engine.selected_prefills import SelectedPrefills
 from sluice_core.sim.requests import SimRequest
+from sluice_core.sim.sim_setup import Arrival
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
 

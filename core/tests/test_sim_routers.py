@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from naive_routers import NaiveRouters
 from test_simulation import SLO, STRATEGIES, describe, make_arrivals, make_engines, run
 
-from sluice_core.latency.scaled import ScaledLatencyModel
+from sluice_core.latency.scaled_latency_model import ScaledLatencyModel
 from sluice_core.records import IterationShape, Slo
 from sluice_core.router_shares import choose_owner
-from sluice_core.sim.cell import Cell, NoGrant, RouterSetup, SimOptions
 from sluice_core.sim.requests import RequestState
+from sluice_core.sim.sim_setup import Cell, NoGrant, RouterSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 

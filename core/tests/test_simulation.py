@@ -12,7 +12,9 @@ from naive_simulation import NaiveSimulation
 from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import EngineId, MoveCause, Role, Slo
-from sluice_core.sim.cell import (
+from sluice_core.sim.chrome_trace import Timeline
+from sluice_core.sim.requests import RequestState
+from sluice_core.sim.sim_setup import (
     AddEngineEvent,
     Arrival,
     Cell,
@@ -24,9 +26,7 @@ from sluice_core.sim.cell import (
     TransferLink,
     TtftEnd,
 )
-from sluice_core.sim.requests import RequestState
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 

@@ -30,7 +30,7 @@ from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
 from sluice_core.scheduling.slack.slack_batching import SlackBatching
 from sluice_core.scheduling.slack.slack_waiting_order import WaitingOrder
-from sluice_core.sim.cell import Arrival, Cell, SimOptions
+from sluice_core.sim.sim_setup import Arrival, Cell, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import EarlyRejection, OverloadOrder, StrategyParameters

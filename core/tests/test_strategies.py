@@ -8,7 +8,7 @@ from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy
 from sluice_core.scheduling.slo_blind_placement import RoundRobinPlacement
-from sluice_core.sim.cell import Arrival, Cell
+from sluice_core.sim.sim_setup import Arrival, Cell
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import DEFAULT_STRATEGY, INITIAL_STRATEGY, STRATEGIES, get_strategy
 from sluice_core.strategies.interface import Need, SliderUse, Strategy

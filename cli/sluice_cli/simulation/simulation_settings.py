@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sluice_core.latency.measured_profiles import ProfileKind
 from sluice_core.latency.transfer import LINKS
-from sluice_core.sim.cell import (
+from sluice_core.sim.sim_setup import (
     BLOCK_SIZE_TOKENS,
     MAX_BATCH_TOKENS,
     MAX_NUM_SEQS,

@@ -23,7 +23,7 @@ from sluice_core.planning.prediction import (
 from sluice_core.planning.slider_search import CandidateSearchResult, Search, SearchEffort
 from sluice_core.planning.slider_space import SearchSpace, SliderCandidate, resize
 from sluice_core.planning.trials import PlanningProblem
-from sluice_core.sim.cell import EngineSetup
+from sluice_core.sim.sim_setup import EngineSetup
 
 _FIRST_ENGINES = 4  # of the small cluster that the number for a rate is guessed from
 _MOST_SIZES = 6  # numbers of engines that are tried around the guess

@@ -22,7 +22,14 @@ from sluice_core.planning.slider_space import PrefillHeavyBounds, SearchSpace, S
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
 from sluice_core.records import EngineId, Role, Slo, SloClass
 from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
-from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, GC_THRESHOLD, MAX_NUM_SEQS, EngineSetup, SimOptions, TransferLink
+from sluice_core.sim.sim_setup import (
+    BLOCK_SIZE_TOKENS,
+    GC_THRESHOLD,
+    MAX_NUM_SEQS,
+    EngineSetup,
+    SimOptions,
+    TransferLink,
+)
 from sluice_core.sim.traces import TraceRow
 from sluice_core.strategies import STRATEGIES, get_strategy
 from sluice_operator.api.sliders import Sliders

@@ -12,11 +12,11 @@ from typing import Final
 
 from sluice_core.scheduling.chunked_batching import RECOMPUTE_TOKENS
 from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch, EnginePolicy, RequestKind
-from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.engine.freed_blocks import FreedBlocks
 from sluice_core.sim.engine.prefix_cache import PrefixCache
 from sluice_core.sim.engine.suspended_batch import IterationRest
 from sluice_core.sim.requests import SimRequest
+from sluice_core.sim.sim_setup import EngineSetup
 
 _Waiting = tuple[int, float, int, SimRequest]
 _NO_LIMIT: Final = 1 << 30
