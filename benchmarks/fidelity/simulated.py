@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.fidelity.records import RecordedBatch
+from benchmarks.fidelity.recorded_runs import RecordedBatch
 
 from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_cli.simulation.cluster_spec import read_manifest_spec
@@ -29,7 +29,7 @@ from sluice_operator.api.serving_cluster import ServingCluster
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from benchmarks.fidelity.records import RecordedRequest
+    from benchmarks.fidelity.recorded_runs import RecordedRequest
 
     from sluice_core.sim.chrome_trace import IterationSpan
     from sluice_core.sim.metrics import RunSummary
