@@ -1,4 +1,4 @@
-"""Placement of prefills (TaiChi, Algorithm 2): the chosen engine, ties, and what waits."""
+"""Which decodes move (TaiChi, Algorithm 1): degradation, backflow, first decodes, and what stands in their way."""
 
 import random
 from collections import Counter

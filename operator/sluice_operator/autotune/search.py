@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from sluice_core.latency.known_gpus import parse_gpus
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
-from sluice_core.planning.comparison import CandidateComparison, RankedCandidate
+from sluice_core.planning.candidate_comparison import CandidateComparison, RankedCandidate
 from sluice_core.planning.planner import estimate_response_s, estimate_start_rps
 from sluice_core.planning.slider_search import Search, SearchEffort
 from sluice_core.planning.slider_space import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
