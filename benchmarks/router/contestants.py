@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import c_programs
 import grpc
 import peers
-from pinned_programs import ProgramStartError, StartedProgram, answers, run_program
+from started_programs import ProgramStartError, StartedProgram, answers, run_program
 
 from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
 

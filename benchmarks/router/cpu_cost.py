@@ -33,8 +33,8 @@ import trial
 from large_tokenizer import NUM_ENTRIES, make_large_model
 from load_generator import TrafficWorkload
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from pinned_programs import ProgramStartError
 from run import add_common_options, make_site
+from started_programs import ProgramStartError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

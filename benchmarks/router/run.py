@@ -22,7 +22,7 @@ import report
 import trial
 from contestants import Contestant, Nginx, NoRouter, Site, Sluice, VllmRouter
 from load_generator import TrafficWorkload
-from pinned_programs import ProgramStartError
+from started_programs import ProgramStartError
 
 NOTE = """\
 How to read it: sluice tokenizes each prompt, detokenizes each token and places each request by its SLO, over one

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import c_programs
 from load_generator import LoadResult, TrafficWorkload
 from machine_usage import MachineUsage, Snapshot, find_tree, read_pss_bytes
-from pinned_programs import ProgramStartError, run_program
 from stamps import make_stamps
+from started_programs import ProgramStartError, run_program
 from stub_vocabulary import find_pieces, write_pieces
 
 if TYPE_CHECKING:
