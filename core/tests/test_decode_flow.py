@@ -358,3 +358,18 @@ def test_a_live_alpha_is_in_force_at_the_next_iteration():
     assert policy.propose(0.0, decodes) == []
     policy.parameters = StrategyParameters(approaching_factor=0.8)
     assert names(policy.propose(0.0, decodes)) == ["r"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "tokens_since_move", "is_too_soon"),
+    [
+        (MoveCause.DEGRADE, 15, True),
+        (MoveCause.DEGRADE, 16, False),
+        (MoveCause.DEGRADE, None, False),
+        (MoveCause.BACKFLOW, 0, False),
+        (MoveCause.DRAIN, 0, False),
+    ],
+)
+def test_only_a_degradation_waits_for_tokens_since_the_last_move(cause, tokens_since_move, is_too_soon):
+    policy = make_policy(min_tokens_between_moves=16)
+    assert policy.is_too_soon(cause, tokens_since_move) is is_too_soon
