@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from sluice_cli.simulation.cluster_spec import ClusterSpec
-    from sluice_core.sim.cell import Arrival
+    from sluice_core.sim.sim_setup import Arrival
 
 _Result = TypeVar("_Result")
 

@@ -15,7 +15,7 @@ from sluice_cli.simulation.trace_cache import load_rows
 from sluice_cli.simulation.trial_pool import TrialPool
 from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.planning.trials import SearchTrial, TrialEvaluator
-from sluice_core.sim.cell import GC_THRESHOLD
+from sluice_core.sim.sim_setup import GC_THRESHOLD
 
 if TYPE_CHECKING:
     from pathlib import Path

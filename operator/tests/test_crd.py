@@ -16,6 +16,7 @@ from pydantic.alias_generators import to_camel
 from verdicts import Case, make_manifest, merge, read_table, validate
 
 from sluice_core.strategies import DEFAULT_STRATEGY, STRATEGIES
+from sluice_core.strategy_parameters import PARAMETERS, StrategyParameters, format_parameters
 from sluice_operator.api import cross_field_rules
 from sluice_operator.api.condition_types import REASONS, ConditionType
 from sluice_operator.api.manifest import ManifestError, check_manifest
@@ -37,10 +38,11 @@ def test_strategies_and_their_parameters_are_those_of_the_cores_rows():
     assert spec["strategy"]["default"] == DEFAULT_STRATEGY.title
     rows = {to_camel(row.name): row for strategy in STRATEGIES.values() for row in strategy.parameters}
     assert set(spec["parameters"]["properties"]) == set(rows)
+    defaults = format_parameters(PARAMETERS, StrategyParameters())
     for name, row in rows.items():
         field = spec["parameters"]["properties"][name]
         # YAML reads a bare Off as false, so manifests say Disabled.
-        assert str(field["default"]) == {"Off": "Disabled"}.get(row.default, row.default), name
+        assert str(field["default"]) == {"Off": "Disabled"}.get(defaults[row.name], defaults[row.name]), name
         if row.choices:
             assert field["enum"] == [*(["Disabled"] if "Off" in row.choices else []), *row.choices]
         else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_core.planning.comparison import CandidateComparison, Fidelity, RankedCandidate
+from sluice_core.planning.candidate_comparison import CandidateComparison, Fidelity, RankedCandidate
 from sluice_core.planning.planner import estimate_start_rps
 from sluice_core.planning.slider_search import Search
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult

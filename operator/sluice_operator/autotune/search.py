@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from sluice_core.latency.known_gpus import parse_gpus
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
-from sluice_core.planning.comparison import CandidateComparison, RankedCandidate
+from sluice_core.planning.candidate_comparison import CandidateComparison, RankedCandidate
 from sluice_core.planning.planner import estimate_response_s, estimate_start_rps
 from sluice_core.planning.slider_search import Search, SearchEffort
 from sluice_core.planning.slider_space import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
 from sluice_core.records import EngineId, Role, Slo, SloClass
-from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS, EngineSetup, SimOptions, TransferLink
+from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
+from sluice_core.sim.sim_setup import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS, EngineSetup, SimOptions, TransferLink
 from sluice_core.sim.traces import TraceRow
-from sluice_core.slo import ROUTER_WAIT_LIMIT_S
 from sluice_core.strategies import STRATEGIES, get_strategy
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts

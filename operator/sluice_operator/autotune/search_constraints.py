@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice_core.strategies import get_strategy
-from sluice_core.strategies.parameters import PARAMETERS, read_parameters
+from sluice_core.strategy_parameters import PARAMETERS, read_parameters
 from sluice_operator.api.field_types import percent
 from sluice_operator.api.sliders import AUTO, resolve_sliders, write_parameters
 
 if TYPE_CHECKING:
-    from sluice_core.records import StrategyParameters
+    from sluice_core.strategy_parameters import StrategyParameters
     from sluice_operator.api.serving_cluster import ServingClusterSpec
     from sluice_operator.api.spec.autotune_spec import CountBounds, TokenBounds
 

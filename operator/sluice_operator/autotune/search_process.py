@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from sluice_core.sim.cell import GC_THRESHOLD
+from sluice_core.sim.sim_setup import GC_THRESHOLD
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 
 RunSearch = Callable[[SearchRequest], Awaitable[SearchResult]]

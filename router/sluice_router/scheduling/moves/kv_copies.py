@@ -13,7 +13,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from sluice_core.kv import is_copy_close
+from sluice_core.kv_copy_rules import is_copy_close
 from sluice_core.records import MoveCause
 
 if TYPE_CHECKING:

@@ -5,14 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_harness import E0, E1, GONE, NO_HITS, decide, engine_states, make_policy, make_request, make_table
 
-from sluice_core.records import (
-    EarlyRejection,
-    EngineId,
-)
+from sluice_core.records import EngineId
 from sluice_core.scheduling.engine_state import get_view
 from sluice_core.scheduling.placement_records import explain
 from sluice_core.scheduling.prefill_feasibility import AssignPass
 from sluice_core.scheduling.prefix_placement import CACHED_TOKEN_WEIGHT, find_cached
+from sluice_core.strategy_parameters import EarlyRejection
 
 
 @settings(max_examples=60, deadline=None)

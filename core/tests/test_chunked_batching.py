@@ -3,16 +3,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice_core.records import MoveCause, Role
-from sluice_core.scheduling.batching import (
-    PRIORITY_HEAD_START_S,
+from sluice_core.scheduling.chunked_batching import (
+    MIN_PROGRESS_INTERVAL_S,
+    MIN_PROGRESS_TOKENS,
     RECOMPUTE_TOKENS,
-    BatchLimits,
-    EngineBatch,
-    EnginePolicy,
-    RequestKind,
+    ChunkedPrefillPolicy,
 )
-from sluice_core.scheduling.chunked_batching import MIN_PROGRESS_INTERVAL_S, MIN_PROGRESS_TOKENS, ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_set import DecodeSet
+from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch, EnginePolicy, RequestKind
+from sluice_core.scheduling.waiting_order import PRIORITY_HEAD_START_S
 
 POLICY = ChunkedPrefillPolicy()
 NOW = 100.0

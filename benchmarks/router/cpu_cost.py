@@ -1,9 +1,9 @@
 """CPU cost of Sluice's router per token and per request, without peers.
 
-    .venv/bin/python benchmarks/router/cost.py [--seconds S] [--repeats N] [--json PATH]
-    .venv/bin/python benchmarks/router/cost.py --split --large-tokenizer
-    .venv/bin/python benchmarks/router/cost.py --against ../old        # another checkout in turn, and the ratio
-    .venv/bin/python benchmarks/router/cost.py --traced 0.01           # with traces of 1 % in turn, and the ratio
+    .venv/bin/python benchmarks/router/cpu_cost.py [--seconds S] [--repeats N] [--json PATH]
+    .venv/bin/python benchmarks/router/cpu_cost.py --split --large-tokenizer
+    .venv/bin/python benchmarks/router/cpu_cost.py --against ../old        # another checkout in turn, and the ratio
+    .venv/bin/python benchmarks/router/cpu_cost.py --traced 0.01           # with traces of 1 % in turn, and the ratio
 
 The router is measured idle (engines report, no requests come), under long streams at several widths, and under
 one-token requests. In each repeat, two trials give the cost of a token and of a request: the widest streams and the
@@ -24,17 +24,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import c_programs
 import contestants
 import grpc
-import machine
-import natives
+import machine_usage
 import report
 import trial
 from large_tokenizer import NUM_ENTRIES, make_large_model
+from load_generator import TrafficWorkload
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from programs import ProgramStartError
 from run import add_common_options, make_site
-from traffic import TrafficWorkload
+from started_programs import ProgramStartError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -274,7 +274,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, nargs="+", default=[250, 1000, 2000], help="widths of the long streams")
     parser.add_argument("--request-rate", type=float, default=200.0, help="one-token requests per second")
     parser.add_argument("--repeats", type=int, default=3, help="trials of each load (default %(default)s)")
-    parser.add_argument("--json", type=Path, default=natives.BUILD / "router-cost.json", help="result file")
+    parser.add_argument("--json", type=Path, default=c_programs.BUILD / "router-cost.json", help="result file")
     parser.add_argument("--split", action="store_true", help="times the stages of a one-token stream, too")
     parser.add_argument("--against", type=Path, action="append", default=[], help="root of another checkout, in turn")
     parser.add_argument("--traced", type=float, metavar="SHARE", help="share of requests traced, by a router in turn")
@@ -291,7 +291,7 @@ def parse_options() -> argparse.Namespace:
 def measure_all(options: argparse.Namespace, cases: Cases, files: trial.Files, folder: Path) -> list[Costs]:
     """Measures our router and those of other checkouts in turn."""
     site = make_site(options, folder)
-    checkouts = [natives.REPOSITORY, *(path.resolve() for path in options.against)]
+    checkouts = [c_programs.REPOSITORY, *(path.resolve() for path in options.against)]
     routers = [contestants.Sluice(strategy=options.strategy, checkout=checkout) for checkout in checkouts]
     with ExitStack() as stack:
         if options.traced is not None:
@@ -342,14 +342,14 @@ def main() -> int:
     """Runs the command line."""
     options = parse_options()
     cases = make_cases(options)
-    load = natives.build("load")
+    load = c_programs.build("load")
     with (
         tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder,
         trial.make_files(options.model, options.tokens) as files,
     ):
-        before = machine.calibrate(load, trial.ROUTER_CORE)
+        before = machine_usage.calibrate(load, trial.ROUTER_CORE)
         everyone = measure_all(options, cases, files, (options.logs or Path(folder)).resolve())
-        after = machine.calibrate(load, trial.ROUTER_CORE)
+        after = machine_usage.calibrate(load, trial.ROUTER_CORE)
     for costs in everyone:
         print(
             f"\nsluice {costs.name}, {options.strategy}; {next(iter(cases.streams.values())).describe()}; "
@@ -360,12 +360,12 @@ def main() -> int:
             print("\n" + format_split(costs.splits))
     print("\n" + format_costs_above_idle(everyone))
     print(report.format_calibration(before, after))
-    print("machine: " + ", ".join(f"{key} {value}" for key, value in machine.describe().items()))
+    print("machine: " + ", ".join(f"{key} {value}" for key, value in machine_usage.describe().items()))
     result = {
         "benchmark": "router cost",
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": sys.argv,
-        "machine": machine.describe(),
+        "machine": machine_usage.describe(),
         "calibration": {"before": before, "after": after},
         "workloads": {name: workload.as_json() for name, workload in cases.all().items()},
         "routers": [costs.as_json() for costs in everyone],

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice_core.latency import IterationProfile, LatencyModel, compute_attention_work
-from sluice_core.records import EngineId, EngineLoad, IterationShape, Role
+from sluice_core.records import EngineId, IterationShape, Role
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 
 # Flat up to 32 tokens, then 1 ms per 8 tokens; every other coefficient has a value of its own.

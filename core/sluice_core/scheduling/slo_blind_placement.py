@@ -1,24 +1,19 @@
-"""Placements that ignore objectives: round robin, the least prefill work, and the shortest queue.
+"""Placements that ignore objectives, the baselines of the papers: round robin, and the least prefill work.
 
-They are the baselines of the papers. A prompt goes to an engine whatever its KV blocks and its TTFT; there it waits in
-the queue.
+A prompt goes to an engine whatever its KV blocks and its TTFT; there it waits in the queue.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from sluice_core.records import Decision, Hold, Place, PrefillRequest, StrategyParameters
-from sluice_core.scheduling.early_rejection import reject_late
-from sluice_core.scheduling.engine_state import get_view
+from sluice_core.records import Decision, Hold, Place, PrefillRequest
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
 from sluice_core.scheduling.placement_records import NUM_RECORDS
-from sluice_core.scheduling.prefill_feasibility import AssignPass
-from sluice_core.scheduling.prefill_placement import LengthAwarePlacement, PlacementPolicy
-from sluice_core.scheduling.prefix_placement import find_cached
 from sluice_core.scheduling.waiting_order import get_urgency
+from sluice_core.strategy_parameters import StrategyParameters
 
 
 class _SloBlindPlacement:
@@ -94,35 +89,6 @@ class LeastWorkPlacement(_SloBlindPlacement):
         return min((state for state in engines if _accepts_prefills(state, request)), key=_compute_work, default=None)
 
 
-class ShortestQueuePlacement(LengthAwarePlacement):
-    """First come, first served: each prefill to the engine with the fewest queued tokens, whether it is in time or not.
-
-    Of equally short queues the one with the most KV left is taken. Beyond the paper: cached tokens make up for queued
-    ones (``prefix_placement``); with ``EarlyRejection.REJECT`` a request that this engine cannot serve in time is
-    refused; a recovery goes where it is done first.
-
-    Source: DistServe, section 4.3.
-    """
-
-    def _place(self, assign_pass: AssignPass, request: PrefillRequest) -> Decision:
-        candidates = assign_pass.list_candidates(request)
-        if not candidates:
-            return Hold(request_id=request.request_id, reason=assign_pass.explain_no_candidate())
-        queued_tokens = candidates[0][0]
-        shortest = candidates[0]
-        for entry in candidates[1:]:
-            if entry[0] > queued_tokens:
-                break
-            if get_view(entry).available_tokens > get_view(shortest).available_tokens:
-                shortest = entry
-        if request.cached_tokens:
-            shortest = find_cached(assign_pass, request, math.inf, shortest) or shortest
-        deadline_s = request.arrival_s + request.slo.ttft_s
-        is_feasible = assign_pass.estimate_done_s(request, get_view(shortest)) < deadline_s
-        rejected = None if is_feasible else reject_late(assign_pass, request, [shortest], deadline_s)
-        return rejected or assign_pass.place(request, shortest, "shortest_queue", is_feasible=is_feasible)
-
-
 def _accepts_prefills(state: EngineState, request: PrefillRequest) -> bool:
     """Say whether an engine takes new prompts at all."""
     return (
@@ -159,11 +125,3 @@ def _place(
         reason=reason,
         is_feasible=True,
     )
-
-
-PLACEMENTS: dict[str, Callable[[StrategyParameters, random.Random, int], PlacementPolicy]] = {
-    "length_aware": LengthAwarePlacement,
-    "round_robin": RoundRobinPlacement,
-    "least_work": LeastWorkPlacement,
-    "shortest_queue": ShortestQueuePlacement,
-}

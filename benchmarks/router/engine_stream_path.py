@@ -1,6 +1,6 @@
 """CPU of the router's side of engine streams: sockets, event loop, HTTP/2 and parsing, with an empty handler.
 
-    .venv/bin/python benchmarks/router/link.py [--engines N] [--tokens N] [--seconds S]
+    .venv/bin/python benchmarks/router/engine_stream_path.py [--engines N] [--tokens N] [--seconds S]
 
 A second process plays the engines. Their messages are spread evenly over each step of 33 ms, so that the event loop's
 cost between them counts too. The figure is the CPU per message of the cheapest second, which other programs on the

@@ -7,16 +7,17 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from sluice_core.records import Decision, EngineId, MoveCause, MoveProposal, PrefillRequest, Role, StrategyParameters
-from sluice_core.scheduling.baselines import PLACEMENTS
-from sluice_core.scheduling.batching import EnginePolicy
+from sluice_core.records import Decision, EngineId, MoveCause, MoveProposal, PrefillRequest, Role
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.decode_set import DecodeSet
+from sluice_core.scheduling.engine_policy import EnginePolicy
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.placement_records import PlacementRecord
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement, PlacementPolicy
 from sluice_core.strategies.interface import RouterPolicy, Strategy
+from sluice_core.strategies.placements import PLACEMENTS
+from sluice_core.strategy_parameters import StrategyParameters
 
 
 class RoleRouter(RouterPolicy):
@@ -65,10 +66,8 @@ class RoleRouter(RouterPolicy):
         )
 
     def is_too_soon(self, cause: MoveCause, tokens_since_move: int | None) -> bool:
-        """See ``RouterPolicy.is_too_soon``: requests must not go back and forth."""
-        if cause is not MoveCause.DEGRADE or tokens_since_move is None:
-            return False
-        return tokens_since_move < self._flow.parameters.min_tokens_between_moves
+        """See ``RouterPolicy.is_too_soon``."""
+        return self._flow.is_too_soon(cause, tokens_since_move)
 
 
 class RoleEngine(ChunkedPrefillPolicy):

@@ -6,14 +6,11 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import IterationShape, MoveCause, MoveProposal, RequestId, Role
 from sluice_core.scheduling.decode_set import DecodeSet
-
-RECOMPUTE_TOKENS: Final = 2048  # per iteration, where the chunk size is 0; chosen for a 14B model on an A100
-PRIORITY_HEAD_START_S: Final = 10.0  # one level of priority is worth this much earlier arrival
 
 
 class RequestKind(IntEnum):

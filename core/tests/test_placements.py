@@ -4,22 +4,12 @@ import random
 
 import pytest
 
-from sluice_core.records import (
-    EarlyRejection,
-    EngineId,
-    EngineLoad,
-    Hold,
-    IterationShape,
-    PrefillRequest,
-    Reject,
-    RequestId,
-    Role,
-    Slo,
-    StrategyParameters,
-)
-from sluice_core.scheduling.baselines import PLACEMENTS
+from sluice_core.records import EngineId, Hold, IterationShape, PrefillRequest, Reject, RequestId, Role, Slo
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.strategies import get_strategy
+from sluice_core.strategies.placements import PLACEMENTS
+from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
 SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
 

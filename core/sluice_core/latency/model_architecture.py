@@ -60,11 +60,6 @@ class Architecture:
         """Compute the size of the weights."""
         return BYTES_PER_VALUE * self.count_parameters()
 
-    def compute_kv_bytes_per_token(self, tensor_parallel: int = 1) -> int:
-        """Compute the KV cache of a token over all GPUs; more GPUs than KV heads hold copies (vLLM)."""
-        num_kv_heads = max(self.num_kv_heads, tensor_parallel)
-        return 2 * num_kv_heads * self.head_size * BYTES_PER_VALUE * self.num_layers
-
 
 def read_architecture(config: Mapping[str, object]) -> Architecture:
     """Read the content of a model's config.json.
@@ -91,6 +86,25 @@ def read_architecture(config: Mapping[str, object]) -> Architecture:
         vocabulary_tokens=_size(config, "vocab_size"),
         has_tied_embeddings=bool(config.get("tie_word_embeddings", False)),
     )
+
+
+def check_tensor_parallel(name: str, shape: Architecture, tensor_parallel: int) -> None:
+    """Check that GPUs can share a model's heads.
+
+    Args:
+        name: The model's, for the message.
+        shape: The model.
+        tensor_parallel: GPUs of an engine.
+
+    Raises:
+        UnknownModelError: They cannot.
+    """
+    divides = tensor_parallel >= 1 and shape.num_heads % tensor_parallel == 0
+    if not divides or max(shape.num_kv_heads, tensor_parallel) % min(shape.num_kv_heads, tensor_parallel):
+        raise UnknownModelError(
+            f"{name} has {shape.num_heads} heads and {shape.num_kv_heads} KV heads, "
+            f"which {tensor_parallel} GPUs cannot share"
+        )
 
 
 def _join(names: tuple[str, ...]) -> str:

@@ -8,8 +8,9 @@ from enum import StrEnum
 
 from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.transfer import LINKS, LinkSpeed
-from sluice_core.records import EngineId, Role, Slo, StrategyParameters
+from sluice_core.records import EngineId, Role, Slo
 from sluice_core.strategies import Strategy
+from sluice_core.strategy_parameters import StrategyParameters
 
 BLOCK_SIZE_TOKENS = 16  # as in vLLM
 MAX_NUM_SEQS = 256  # 128, Vidur's default, in the cells made with Vidur
