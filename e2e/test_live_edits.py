@@ -25,7 +25,8 @@ from sluice_core.strategies import STRATEGIES
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autotune.engine_facts import MeasuredEngineFacts, find_engine_facts
-from sluice_operator.autotune.search_messages import SearchRequest, make_constraints
+from sluice_operator.autotune.search_constraints import make_constraints
+from sluice_operator.autotune.search_messages import SearchRequest
 from sluice_operator.autotune.search_process import SearchRunner
 from sluice_operator.autotune.workload import read_workload
 

@@ -1,6 +1,6 @@
 """Requests with known answers: prompts around block and chunk boundaries, with every kind of sampling state.
 
-``make_requests`` is deterministic. ``answers`` runs stock vLLM once (``reference.py``) and keeps the result beside the
+``make_requests`` is deterministic. ``answers`` runs stock vLLM once (``stock_vllm.py``) and keeps the result beside the
 model, keyed by the requests and the model, so that later runs compare at once.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from sluice.v1 import sampling_pb2
 
-REFERENCE = Path(__file__).with_name("reference.py")
+STOCK_VLLM = Path(__file__).with_name("stock_vllm.py")
 BLOCK = 32
 VOCABULARY = 2000  # smaller than the tiny model's, so that no prompt has special tokens
 
@@ -112,13 +112,13 @@ def answers(model: Path, requests: list[Request], cache: Path) -> list[Answer]:
     """
     asked = [{"prompt_token_ids": r.prompt_token_ids, "sampling": r.sampling} for r in requests]
     key = hashlib.sha256(json.dumps(asked).encode())
-    key.update(REFERENCE.read_bytes())
+    key.update(STOCK_VLLM.read_bytes())
     key.update((model / "model.safetensors").read_bytes())
     kept = cache / f"answers-{key.hexdigest()[:16]}.json"
     if not kept.exists():
         cache.mkdir(parents=True, exist_ok=True)
         requests_file, fresh = cache / "requests.json", cache / "fresh.json"
         requests_file.write_text(json.dumps(asked))
-        subprocess.run([sys.executable, str(REFERENCE), str(model), str(requests_file), str(fresh)], check=True)
+        subprocess.run([sys.executable, str(STOCK_VLLM), str(model), str(requests_file), str(fresh)], check=True)
         fresh.rename(kept)
     return [Answer(**answer) for answer in json.loads(kept.read_text())]

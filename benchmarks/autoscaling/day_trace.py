@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from sluice_core.sim.cell import Arrival
+from sluice_core.sim.sim_setup import Arrival
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,7 +20,7 @@ from benchmarks.autoscaling.fleet import TICK_S, WINDOW_S
 from benchmarks.autoscaling.policies import FleetView, ScalerPolicy, make_oracle_schedule
 from benchmarks.autoscaling.run import MOST_ENGINES, ORACLE_BIN_S, TRACES
 
-from sluice_cli.simulation.trace_files import load_rows
+from sluice_cli.simulation.trace_cache import load_rows
 from sluice_core.planning.capacity_curve import CapacityCurve
 from sluice_core.records import Slo
 

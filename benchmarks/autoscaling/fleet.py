@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 from benchmarks.autoscaling.policies import FleetView
 
 from sluice_core.records import EngineId, Role
-from sluice_core.sim.cell import AddEngineEvent, Cell, ConfigureEvent, LeaveEvent, SimOptions
+from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
+from sluice_core.sim.sim_setup import AddEngineEvent, Cell, ConfigureEvent, LeaveEvent, SimOptions
 from sluice_core.sim.simulation import Simulation, Steering
-from sluice_core.slo import ROUTER_WAIT_LIMIT_S
 from sluice_core.strategies import get_strategy
 from sluice_operator.planning.roles import decide_roles
-from sluice_operator.planning.victims import RemovableEngine, choose_victims
+from sluice_operator.planning.scale_down import RemovableEngine, choose_victims
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.autoscaling.policies import Policy
 
-    from sluice_core.sim.cell import Arrival, ClusterEvent, EngineSetup
+    from sluice_core.sim.sim_setup import Arrival, ClusterEvent, EngineSetup
     from sluice_operator.api.sliders import Sliders
 
 TICK_S = 5.0

@@ -23,14 +23,14 @@ from benchmarks.autoscaling.day_trace import DAY, DAY_S, count_arrivals, digest,
 from benchmarks.autoscaling.fleet import WINDOW_S, FleetFigures, run_fleet
 from benchmarks.autoscaling.policies import HpaPolicy, ScalerPolicy, SchedulePolicy, make_oracle_schedule
 
-from sluice_cli.simulation.trace_files import load_rows
+from sluice_cli.simulation.trace_cache import load_rows
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.planning.capacity_curve import CapacityCurve
 from sluice_core.records import EngineId, Role, Slo
-from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, GC_THRESHOLD, Cell, EngineSetup, SimOptions
+from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
 from sluice_core.sim.goodput import search_goodput
+from sluice_core.sim.sim_setup import BLOCK_SIZE_TOKENS, GC_THRESHOLD, Cell, EngineSetup, SimOptions
 from sluice_core.sim.workload import PoissonWorkload, scale_trace
-from sluice_core.slo import ROUTER_WAIT_LIMIT_S
 from sluice_core.strategies import get_strategy
 from sluice_operator.api.sliders import Sliders, scale_sliders
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from benchmarks.autoscaling.policies import Policy
 
-    from sluice_core.sim.cell import Arrival
+    from sluice_core.sim.sim_setup import Arrival
     from sluice_core.sim.traces import TraceRow
 
 TRACES = Path(__file__).parent.parent / "traces"

@@ -4,7 +4,7 @@
 
 The engines are real (vLLM's scheduler and KV manager, our plug-in and server); only the forward pass is replaced by
 the clock of a latency model, in real time. Strategies follow each other on one cluster, by edits of its manifest;
-arrivals and lengths are the same for each, prompts are not. See docs/measurements/engines.md for how to read it.
+arrivals and lengths are the same for each, prompts are not. How to read it: docs/measurements/emulated-engines.md.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.fidelity.records import count_pauses
+from benchmarks.fidelity.recorded_runs import count_pauses
 from benchmarks.local_cluster.figures import compute_percentile, format_number, format_table
 
 from sluice_core.sim.moves.hand_offs import ITERATION_ENDS, HandOffStep
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.emulated.phases import Phase
-    from benchmarks.fidelity.records import Record, RecordedBatch
+    from benchmarks.fidelity.recorded_runs import Record, RecordedBatch
     from benchmarks.fidelity.simulated import Simulated
 
 MS = 1e3

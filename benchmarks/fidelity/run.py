@@ -28,13 +28,13 @@ from benchmarks.emulated.arrivals import load_lengths, make_arrivals
 from benchmarks.emulated.manifests import ANSWER_TIMEOUT_S, MODEL_LIMIT_TOKENS, make_cluster_manifest, read_share
 from benchmarks.emulated.phases import Setting, run_phase
 from benchmarks.fidelity.compare import Comparison, compare_batches, compare_runs, format_comparisons
-from benchmarks.fidelity.records import read_records
+from benchmarks.fidelity.recorded_runs import read_records
 from benchmarks.fidelity.simulated import find_goodput_rps, make_cell, replay, simulate
 from benchmarks.local_cluster.client import StreamFailedError, list_errors
 from benchmarks.local_cluster.cluster import POLL_S, BenchmarkCluster, ClusterError, run_cluster
 from benchmarks.local_cluster.figures import describe_machine
 
-from sluice_core.sim.cell import Arrival as SimulatedArrival
+from sluice_core.sim.sim_setup import Arrival as SimulatedArrival
 from sluice_engine.scheduling.fidelity_recorder import VARIABLE
 
 if TYPE_CHECKING:

@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.fidelity.records import RecordedBatch
+from benchmarks.fidelity.recorded_runs import RecordedBatch
 
 from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_cli.simulation.cluster_spec import read_manifest_spec
 from sluice_core.records import Role, Slo
-from sluice_core.scheduling.batching import RequestKind
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
-from sluice_core.sim.cell import Arrival
+from sluice_core.scheduling.engine_policy import RequestKind
+from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.goodput import bisect_rate
 from sluice_core.sim.metrics import summarize
 from sluice_core.sim.requests import RequestState, SimRequest
+from sluice_core.sim.sim_setup import Arrival
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.timeline import Timeline
 from sluice_core.slo import DEFAULT_ATTAINMENT
 from sluice_engine.settings import EmulationSettings
 from sluice_operator.api.serving_cluster import ServingCluster
@@ -29,11 +29,11 @@ from sluice_operator.api.serving_cluster import ServingCluster
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from benchmarks.fidelity.records import RecordedRequest
+    from benchmarks.fidelity.recorded_runs import RecordedRequest
 
-    from sluice_core.sim.cell import Cell
+    from sluice_core.sim.chrome_trace import IterationSpan
     from sluice_core.sim.metrics import RunSummary
-    from sluice_core.sim.timeline import IterationSpan
+    from sluice_core.sim.sim_setup import Cell
 
 NO_OBJECTIVE = Slo(ttft_s=1e9, tpot_s=1e9)
 

@@ -4,7 +4,7 @@
 
 `sluice up` runs real engines and a router; moves are asked for on the router's control port; token times are the
 client's. First contact comes first, while all engines are new to each other; then one pair of engines is measured by
-context length, idle, with running decodes and with a prefill queue. docs/measurements/engines.md explains the
+context length, idle, with running decodes and with a prefill queue. docs/measurements/hand-off.md explains the
 figures.
 """
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
-from sluice_operator.api.names import CONTROL_PORT
+from sluice_operator.api.ports import CONTROL_PORT
 
 POD_ADDRESSES = "10.201.0.0/16"
 LONGEST_POLL_S = 30.0

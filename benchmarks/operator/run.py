@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "e2e" / "kube"), str(Path(__file__).parent)]
 
-from scrape import Scrape, scrape  # noqa: E402 - from folders that are no packages
-from stage import (  # noqa: E402
+from kwok_cluster import (  # noqa: E402
     CLUSTERS,
     MERGE,
     OPERATOR_PORT,
@@ -36,6 +35,7 @@ from stage import (  # noqa: E402
     run_stage,
     send_all,
 )
+from scrape import Scrape, scrape  # noqa: E402 - from folders that are no packages
 
 if TYPE_CHECKING:
     import psutil

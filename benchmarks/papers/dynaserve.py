@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, MoveCause, Role, Slo
-from sluice_core.sim.cell import Arrival, Cell, EngineSetup, LengthsKnown, NoGrant, SimOptions
+from sluice_core.sim.sim_setup import Arrival, Cell, EngineSetup, LengthsKnown, NoGrant, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import parse_trace
 from sluice_core.strategies import get_strategy

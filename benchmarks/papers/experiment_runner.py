@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from benchmarks.papers.tables import PaperTestbed, System
+    from benchmarks.papers.paper_file import PaperTestbed, System
 
 # Seeds of the tuning are not those of the result, so that luck is not reported.
 TUNING_SEEDS = (11, 12, 13)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from benchmarks.papers.experiment_runner import ExperimentRunner
-    from benchmarks.papers.tables import ExperimentTable, Paper, PlotTable, RatioRow, SeriesRow, TrialRow
+    from benchmarks.papers.paper_file import ExperimentTable, Paper, PlotTable, RatioRow, SeriesRow, TrialRow
     from benchmarks.papers.trials import PaperTrial
 
     from sluice_core.records import Slo

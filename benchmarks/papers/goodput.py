@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from benchmarks.papers.experiment_runner import ExperimentRunner
     from benchmarks.papers.findings import Band
-    from benchmarks.papers.tables import GoodputCell, Paper, System
+    from benchmarks.papers.paper_file import GoodputCell, Paper, System
     from benchmarks.papers.trials import PaperResult
 
 _UNTUNED = "The paper does not tune its baselines over all of these; its ratios are shown for comparison."

@@ -7,7 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.papers.findings import Chapter, Finding, Results
-from benchmarks.papers.tables import PAPERS, load_paper
+from benchmarks.papers.paper_file import PAPERS, load_paper
 from rich.table import Table
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from benchmarks.papers.experiment_runner import FULL, QUICK, ExperimentRunner, M
 from benchmarks.papers.experiments import measure_experiment
 from benchmarks.papers.findings import Results
 from benchmarks.papers.goodput import measure_cell, measure_tuned_cell
+from benchmarks.papers.paper_file import PAPERS, load_paper
 from benchmarks.papers.plots import write_plot
 from benchmarks.papers.report import (
     count_verdicts,
@@ -26,7 +27,6 @@ from benchmarks.papers.report import (
     write_document,
     write_results,
 )
-from benchmarks.papers.tables import PAPERS, load_paper
 from benchmarks.papers.trials import PaperTrialPool
 from rich.console import Console
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from sluice_cli.simulation.cluster_builder import build_cluster
-from sluice_cli.simulation.trace_files import load_rows
+from sluice_cli.simulation.trace_cache import load_rows
 from sluice_cli.simulation.worker_processes import start_workers
 from sluice_core.sim.goodput import NoGoodputError, search_goodput
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from sluice_cli.simulation.cluster_spec import ClusterSpec
-    from sluice_core.sim.cell import Arrival
+    from sluice_core.sim.sim_setup import Arrival
 
 _Result = TypeVar("_Result")
 

@@ -27,23 +27,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice_core.kv import KvBlocks
-from sluice_core.records import (
-    EngineId,
-    EngineLoad,
-    IterationShape,
-    Place,
-    PrefillRequest,
-    RequestId,
-    Role,
-    Slo,
-    StrategyParameters,
-)
+from sluice_core.kv_blocks import KvBlocks
+from sluice_core.records import EngineId, IterationShape, Place, PrefillRequest, RequestId, Role, Slo
 from sluice_core.scheduling.decode_flow import FlowPolicy
 from sluice_core.scheduling.decode_set import DecodeSet
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.prefix_index import PrefixIndex
+from sluice_core.strategy_parameters import StrategyParameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -27,7 +27,8 @@ from sluice_core.sim.traces import TraceRow, parse_trace
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
-from sluice_operator.autotune.search_messages import SearchRequest, make_constraints
+from sluice_operator.autotune.search_constraints import make_constraints
+from sluice_operator.autotune.search_messages import SearchRequest
 from sluice_operator.autotune.search_process import COMMAND
 from sluice_operator.autotune.workload import WorkloadSample
 

@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice_core.latency.measured_profiles import load_model_on_gpu
-from sluice_core.records import EngineId, Hold, Place, Role, Slo, StrategyParameters
-from sluice_core.scheduling.baselines import PLACEMENTS
+from sluice_core.records import EngineId, Hold, Place, Role, Slo
 from sluice_core.scheduling.prefill_placement import PlacementPolicy
-from sluice_core.sim.cell import Cell, EngineSetup, SimOptions
 from sluice_core.sim.goodput import search_goodput
 from sluice_core.sim.metrics import RunSummary, compute_percentile, summarize
+from sluice_core.sim.sim_setup import Cell, EngineSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import HASH_BLOCK_TOKENS, parse_trace
 from sluice_core.sim.workload import PoissonWorkload
 from sluice_core.strategies import get_strategy
+from sluice_core.strategies.placements import PLACEMENTS
 
 if TYPE_CHECKING:
     import random
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     from sluice_core.records import Decision, PrefillRequest
     from sluice_core.scheduling.engine_table import EngineTable
-    from sluice_core.sim.cell import Arrival
+    from sluice_core.sim.sim_setup import Arrival
+    from sluice_core.strategy_parameters import StrategyParameters
 
 TRACE = Path(__file__).parents[1] / "traces" / "mooncake_conversation_hash.jsonl.gz"
 CHUNKS = {"aggregated": (1024, 1024), "taichi": (2048, 512)}

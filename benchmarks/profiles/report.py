@@ -14,8 +14,8 @@ from sluice_core.latency.known_models import MODELS
 from sluice_core.latency.measured_profiles import ProfileKind, load_model_on_gpu
 
 if TYPE_CHECKING:
-    from sluice_core.latency.architecture import Architecture
     from sluice_core.latency.least_squares import Fit
+    from sluice_core.latency.model_architecture import Architecture
 
 # GPUs per engine that hold the model on the smallest of the GPUs.
 SHOWN = (

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 import uvloop
-from pieces import read_piece_ids
 from stamps import Stamps, open_stamps
+from stub_vocabulary import read_piece_ids
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import engine_pb2_grpc, sampling_pb2

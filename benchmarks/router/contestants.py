@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import c_programs
 import grpc
-import natives
 import peers
-from programs import ProgramStartError, StartedProgram, answers, run_program
+from started_programs import ProgramStartError, StartedProgram, answers, run_program
 
 from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
 
@@ -218,7 +218,7 @@ class Sluice:
 
     strategy: str = "aggregated"
     is_text_off: bool = False
-    checkout: Path = natives.REPOSITORY
+    checkout: Path = c_programs.REPOSITORY
     split: Path | None = None
     tracing: Mapping[str, str] = field(default_factory=dict)
     backend: Backend = "attach"
@@ -244,7 +244,7 @@ class Sluice:
         engines.write_text(json.dumps(site.engine_addresses()))
         program = ["-m", "sluice_router"]
         if self.split is not None:
-            program = [str(natives.SOURCES / "traced_router.py"), "--split", str(self.split)]
+            program = [str(c_programs.SOURCES / "traced_router.py"), "--split", str(self.split)]
         command = [
             *(sys.executable, *program, "--host", "127.0.0.1", "--http-port", str(site.port)),
             *("--grpc-port", str(site.port + 1), "--control-port", str(site.port + 2)),
@@ -265,7 +265,7 @@ class Sluice:
     def _environment(self) -> dict[str, str]:
         """Names the checkout's parts; first what the caller names, such as the compiled core, for our own."""
         parts = [str(self.checkout / part) for part in ("core", "protos", "router")]
-        own = [os.environ.get("PYTHONPATH", "")] if self.checkout == natives.REPOSITORY else []
+        own = [os.environ.get("PYTHONPATH", "")] if self.checkout == c_programs.REPOSITORY else []
         return {"PYTHONPATH": os.pathsep.join([*filter(None, own), *parts]), **self.tracing}
 
 

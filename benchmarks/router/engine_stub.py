@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import grpc
 import uvloop
 from emulated_engine import EmulatedEngine, EngineShape, StubLink
-from pieces import read_piece_ids
 from stamps import open_stamps
+from stub_vocabulary import read_piece_ids
 
 from sluice.v1 import engine_pb2_grpc
 
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=32, help="engines, 1 to 64")
     parser.add_argument("--step-us", type=float, default=33333, help="time between two steps of an engine")
     parser.add_argument("--chunk-tokens", type=int, default=2048, help="chunk size until a plan says otherwise")
-    parser.add_argument("--pieces", type=Path, required=True, help="vocabulary (pieces.py)")
+    parser.add_argument("--pieces", type=Path, required=True, help="vocabulary (stub_vocabulary.py)")
     parser.add_argument("--stamps", type=Path, required=True, help="table of stamps (stamps.py)")
     parser.add_argument("--lockstep", action="store_true", help="all engines step at once")
     parser.add_argument("--fault", type=Fault.parse, action="append", default=[], help="KIND:ENGINE:AT_S[:FOR_S]")

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import natives
+import c_programs
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NUM_ENTRIES = 128_000
 MAX_CHARACTERS = 40_000_000
 MAX_FILE_CHARACTERS = 200_000
-FOLDER = natives.BUILD / f"tokenizer-{NUM_ENTRIES}"
+FOLDER = c_programs.BUILD / f"tokenizer-{NUM_ENTRIES}"
 END = "<|endoftext|>"
 # Source: tokenizer.json of Qwen2.
 PATTERN = (

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import natives
+import c_programs
 
 VLLM_ROUTER_VERSION = "0.1.17"
-ENVIRONMENT = natives.BUILD / "peers"
+ENVIRONMENT = c_programs.BUILD / "peers"
 INSTALL_TIMEOUT_S = 600
 NGINX_PLACES = ("/usr/sbin/nginx", "/usr/local/sbin/nginx")
 

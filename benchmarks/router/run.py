@@ -14,15 +14,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import c_programs
 import contestants
-import machine
-import natives
+import machine_usage
 import peers
 import report
 import trial
 from contestants import Contestant, Nginx, NoRouter, Site, Sluice, VllmRouter
-from programs import ProgramStartError
-from traffic import TrafficWorkload
+from load_generator import TrafficWorkload
+from started_programs import ProgramStartError
 
 NOTE = """\
 How to read it: sluice tokenizes each prompt, detokenizes each token and places each request by its SLO, over one
@@ -148,7 +148,7 @@ def make_workload(options: argparse.Namespace) -> TrafficWorkload:
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Options that all programs of this folder share."""
-    default_model = natives.REPOSITORY / ".sluice" / "volumes" / "models" / "tiny"
+    default_model = c_programs.REPOSITORY / ".sluice" / "volumes" / "models" / "tiny"
     parser.add_argument("--seconds", type=float, default=8.0, help="window of a trial (default %(default)s)")
     parser.add_argument("--warmup-seconds", type=float, default=4.0, help="load before it (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=200, help="tokens of an answer (default %(default)s)")
@@ -170,7 +170,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=1000, help="streams at any time (default %(default)s)")
     parser.add_argument("--rate", type=float, default=0.0, help="open loop instead: requests per second, Poisson")
     parser.add_argument("--repeats", type=int, default=3, help="trials of each router (default %(default)s)")
-    parser.add_argument("--json", type=Path, default=natives.BUILD / "router.json", help="result file")
+    parser.add_argument("--json", type=Path, default=c_programs.BUILD / "router.json", help="result file")
     parser.add_argument(
         "--peers",
         default="sluice,vllm-router,nginx",
@@ -233,7 +233,7 @@ def main() -> int:
     options = parse_options()
     workload = make_workload(options)
     field, skipped = choose_contestants(options.peers.split(","), options.strategy)
-    load = natives.build("load")
+    load = c_programs.build("load")
     versions = {contestant.name: contestant.version() for contestant in field}
     reference = next((item.name for item in field if item.name in {"vllm-router", "nginx"}), "sluice")
     with (
@@ -241,12 +241,12 @@ def main() -> int:
         trial.make_files(options.model, options.tokens) as files,
     ):
         run = RouterComparison(options, workload, make_site(options, (options.logs or Path(folder)).resolve()), files)
-        before = machine.calibrate(load, trial.ROUTER_CORE)
+        before = machine_usage.calibrate(load, trial.ROUTER_CORE)
         everyone = [*choose_stubs(field, workload), *field]
         run.measure_all(everyone)
-        after = machine.calibrate(load, trial.ROUTER_CORE)
+        after = machine_usage.calibrate(load, trial.ROUTER_CORE)
     facts: dict[str, Any] = {
-        "machine": machine.describe(),
+        "machine": machine_usage.describe(),
         "versions": versions,
         "calibration": {"before": before, "after": after},
         "skipped": skipped,

@@ -1,4 +1,4 @@
-"""CPU that OpenTelemetry traces take per request, without a router around them: steadier than ``cost.py --traced``.
+"""CPU that OpenTelemetry traces take per request, without a router around them: steadier than ``cpu_cost.py --traced``.
 
     .venv/bin/python benchmarks/router/trace_cost.py [--share 0.01] [--requests N]
 
@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from cost import SAMPLER, collect_traces
+from cpu_cost import SAMPLER, collect_traces
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 

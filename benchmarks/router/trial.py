@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import natives
-from machine import MachineUsage, Snapshot, find_tree, read_pss_bytes
-from pieces import find_pieces, write_pieces
-from programs import ProgramStartError, run_program
+import c_programs
+from load_generator import LoadResult, TrafficWorkload
+from machine_usage import MachineUsage, Snapshot, find_tree, read_pss_bytes
 from stamps import make_stamps
-from traffic import LoadResult, TrafficWorkload
+from started_programs import ProgramStartError, run_program
+from stub_vocabulary import find_pieces, write_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -214,8 +214,8 @@ def summarize(found: Measurement) -> str:
 @contextmanager
 def _run_stub(backend: Backend, workload: TrafficWorkload, site: Site, files: Files) -> Iterator[None]:
     programs: dict[Backend, list[str | Path]] = {
-        "http": [natives.build("http_stub")],
-        "attach": [sys.executable, natives.SOURCES / "engine_stub.py", *workload.fault_arguments()],
+        "http": [c_programs.build("http_stub")],
+        "attach": [sys.executable, c_programs.SOURCES / "engine_stub.py", *workload.fault_arguments()],
     }
     command = [*programs[backend], "--port-base", str(site.engine_port), *workload.stub_arguments(), *files.arguments()]
     with run_program(command, core=LOAD_CORE, log=site.folder / f"{backend}-stub.log") as stub:
@@ -232,12 +232,12 @@ def _load_command(contestant: Contestant, workload: TrafficWorkload, site: Site,
         ports = ["--port", str(site.engine_port), "--ports", str(site.num_engines)]
     else:
         return [
-            *(sys.executable, natives.SOURCES / "attach_load.py", "--port-base", str(site.engine_port)),
+            *(sys.executable, c_programs.SOURCES / "attach_load.py", "--port-base", str(site.engine_port)),
             *("--engines", str(site.num_engines), "--concurrency", str(workload.concurrency)),
             *("--tokens", str(workload.num_tokens), "--prompt-tokens", str(workload.prompt_tokens)),
             *("--warmup-s", str(workload.warmup_s), "--seconds", str(workload.seconds), *files.arguments()),
         ]
-    return [natives.build("load"), *ports, *workload.load_arguments(), *files.arguments()]
+    return [c_programs.build("load"), *ports, *workload.load_arguments(), *files.arguments()]
 
 
 def _find_void_reasons(workload: TrafficWorkload, result: LoadResult, usage: MachineUsage) -> Iterator[str]:

@@ -31,7 +31,7 @@ from sluice_core.sim.workload import PoissonWorkload
 if TYPE_CHECKING:
     from run import SimulatorCase
 
-    from sluice_core.sim.cell import Arrival
+    from sluice_core.sim.sim_setup import Arrival
 
 VIDUR = "vidur==0.0.26"
 REPEATS = 3

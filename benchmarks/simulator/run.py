@@ -28,12 +28,13 @@ from pathlib import Path
 
 import sluice_core.sim.engine.sim_engine
 from sluice_core.latency.measured_profiles import load_model_on_gpu
-from sluice_core.records import EarlyRejection, EngineId, Role, Slo, StrategyParameters
-from sluice_core.sim.cell import GC_THRESHOLD, Cell, EngineSetup, NoGrant, SimOptions, TtftEnd
+from sluice_core.records import EngineId, Role, Slo
+from sluice_core.sim.sim_setup import GC_THRESHOLD, Cell, EngineSetup, NoGrant, SimOptions, TtftEnd
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import TraceRow, parse_trace
 from sluice_core.sim.workload import PoissonWorkload
 from sluice_core.strategies import get_strategy
+from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
 TARGETS_RPS = {"arxiv": 12_000, "chat": 30_000}  # docs/measurements/simulator.md, per core, four engines
 TRACES_FOLDER = Path(__file__).parents[1] / "traces"

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice_cli.simulation.trace_files import load_rows
+from sluice_cli.simulation.trace_cache import load_rows
 from sluice_core.latency.measured_profiles import load_model_on_gpu
-from sluice_core.records import EngineId, Role, Slo, StrategyParameters
-from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, MAX_BATCH_TOKENS, Cell, EngineSetup
+from sluice_core.records import EngineId, Role, Slo
 from sluice_core.sim.goodput import NoGoodputError, search_goodput
+from sluice_core.sim.sim_setup import BLOCK_SIZE_TOKENS, MAX_BATCH_TOKENS, Cell, EngineSetup
 from sluice_core.sim.workload import PoissonWorkload
 from sluice_core.strategies import get_strategy
+from sluice_core.strategy_parameters import StrategyParameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,10 +11,10 @@ import pytest
 from benchmarks.papers.experiment_runner import ExperimentRunner, PaperEffort
 from benchmarks.papers.findings import Band, Chapter, Finding, Plot, PlotKind, Results, Series, Unit
 from benchmarks.papers.observations import observe_interference
+from benchmarks.papers.paper_file import PAPERS, System, load_paper
 from benchmarks.papers.plots import write_plot
 from benchmarks.papers.report import list_cells, merge, read_results, write_document, write_results
 from benchmarks.papers.run import list_experiments, main
-from benchmarks.papers.tables import PAPERS, System, load_paper
 from benchmarks.papers.trials import PaperTrialPool
 
 ROOT = Path(__file__).parents[2]

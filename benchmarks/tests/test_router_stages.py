@@ -1,4 +1,4 @@
-"""The clock of ``cost.py --split``: every function of a stage exists, and wrapping one does not change what it does."""
+"""The clock of ``cpu_cost.py --split``: every function of a stage exists, and wrapping one changes nothing it does."""
 
 from __future__ import annotations
 

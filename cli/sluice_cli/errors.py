@@ -13,6 +13,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import click
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -35,3 +37,23 @@ def as_command_error(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise CommandError(str(error)) from error
+
+
+@contextmanager
+def as_click_error() -> Iterator[None]:
+    """Turns a ``CommandError``, in groups of task groups too, into what click prints before it exits with status 1.
+
+    Raises:
+        click.ClickException: The command failed in a way that the user can set right.
+    """
+    try:
+        yield
+    except* CommandError as group:
+        raise click.ClickException(str(_find_first(group))) from group
+
+
+def _find_first(error: BaseException) -> BaseException:
+    """The first cause in a group of groups: task groups nest."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

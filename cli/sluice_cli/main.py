@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from sluice_cli.errors import CommandError
+from sluice_cli.errors import as_click_error
 
 # Command NAME is the function NAME of commands/NAME.py. Its summary stands here too, so that `sluice --help` imports
 # none of them: gRPC and the manifest's models alone take half a second.
@@ -52,17 +52,8 @@ class CommandGroup(click.Group):
         Raises:
             click.ClickException: The command failed in a way that the user can set right.
         """
-        try:
+        with as_click_error():
             return super().invoke(ctx)
-        except* CommandError as group:
-            raise click.ClickException(str(_find_first(group))) from group
-
-
-def _find_first(error: BaseException) -> BaseException:
-    """The first cause in a group of groups: task groups nest."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})

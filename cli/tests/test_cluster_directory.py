@@ -27,8 +27,7 @@ from sluice_cli.local_cluster.cluster_directory import (
 )
 from sluice_cli.local_cluster.cluster_status import make_cluster_status
 from sluice_cli.local_cluster.detached_start import _is_ready
-from sluice_cli.local_cluster.launcher import kill_leftovers
-from sluice_cli.local_cluster.shutdown import stop_cluster
+from sluice_cli.local_cluster.shutdown import kill_leftovers, stop_cluster
 from sluice_cli.local_cluster.status_reader import read_cluster_status
 from sluice_cli.main import cli
 

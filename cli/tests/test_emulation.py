@@ -13,7 +13,7 @@ from sluice_core.records import EngineId
 from sluice_engine.emulation.emulated_gpu_profile import find_gpu
 from sluice_engine.settings import EmulationSettings
 from sluice_operator.api.manifest import check_manifest
-from sluice_operator.resources.commands import EngineSite, RouterSite, render_engine_command, render_router_command
+from sluice_operator.resources.command_lines import EngineSite, RouterSite, render_engine_command, render_router_command
 from sluice_router.settings import load_profile
 
 if TYPE_CHECKING:

@@ -18,16 +18,17 @@ from sluice_cli.commands.up import up
 from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
 from sluice_cli.local_cluster.desired_processes import make_desired_processes
 from sluice_cli.local_cluster.endpoints import EndpointAllocator, list_ports
-from sluice_cli.local_cluster.launcher import UpOptions, _handle_signals, make_engine_spawner, make_router_spawner
+from sluice_cli.local_cluster.launcher import UpOptions, _handle_signals
 from sluice_cli.local_cluster.manifest_watch import apply_edit, describe_effect, find_ignored_fields, follow_manifest
 from sluice_cli.processes.child_processes import LaunchSpec, spawn
 from sluice_cli.processes.fork_spawner import ENGINE_MODULES, ForkSpawner
 from sluice_cli.processes.ports import PortAllocator, PortError
+from sluice_cli.processes.spawners import make_engine_spawner, make_router_spawner
 from sluice_core.records import EngineId
 from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.manifest import ManifestProblem, check_manifest, parse_manifest
 from sluice_operator.api.spec_changes import FieldChange
-from sluice_operator.resources.commands import Security
+from sluice_operator.resources.command_lines import Security
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
@@ -119,7 +120,7 @@ async def test_routers_are_patient_with_engines_on_the_cpu_and_these_are_forked(
         raise importlib.metadata.PackageNotFoundError
 
     monkeypatch.setattr(importlib.metadata, "version", find_version)
-    engines = make_engine_spawner(ClusterDirectory("a", tmp_path), lambda _: None)
+    engines = make_engine_spawner(ClusterDirectory("a", tmp_path).log_path("forkserver"), lambda _: None)
     assert isinstance(engines, ForkSpawner) == is_cpu
     if isinstance(engines, ForkSpawner):
         assert engines._log == ClusterDirectory("a", tmp_path).path / "logs" / "forkserver.log"

@@ -23,7 +23,7 @@ from sluice_cli.local_cluster.managed_processes import (
     make_control_tls,
 )
 from sluice_core.records import EngineId
-from sluice_operator.resources.commands import EngineSite, RouterSite
+from sluice_operator.resources.command_lines import EngineSite, RouterSite
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,11 +11,11 @@ from test_strategy_comparison import GOODPUTS_RPS, Formulas, make_cell
 from sluice_cli.simulation import plan_search, trial_pool, worker_processes
 from sluice_cli.simulation.plan_inputs import PlanInputs, make_inputs
 from sluice_cli.simulation.plan_search import search_plan
-from sluice_cli.simulation.trace_files import load_rows
+from sluice_cli.simulation.trace_cache import load_rows
 from sluice_cli.simulation.trial_pool import TrialPool
 from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.planning.trials import SearchTrial, TrialEvaluator
-from sluice_core.sim.cell import GC_THRESHOLD
+from sluice_core.sim.sim_setup import GC_THRESHOLD
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
 from sluice_cli.local_cluster.cluster_plan import ClusterPlan
 from sluice_cli.local_cluster.desired_processes import make_desired_processes
 from sluice_cli.local_cluster.local_autotune import LocalAutotuner
-from sluice_cli.local_cluster.rollout_steps import (
+from sluice_cli.local_cluster.reconcile_steps import (
     DesiredProcesses,
     ObservedProcesses,
     RemoveEngines,
@@ -30,12 +30,13 @@ from sluice_operator.api.sliders import Sliders, resolve_sliders, resolve_strate
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 from sluice_operator.autotune.tuner import Tuner, TunerInputs
 from sluice_operator.controller.preconditions import check_cluster
-from sluice_operator.planning.plan import StoredPlan, make_plan
+from sluice_operator.planning.plan import make_plan
 from sluice_operator.planning.plan_message import render_plan
+from sluice_operator.planning.plan_store import StoredPlan
 from sluice_operator.planning.scale_down import decide_scale
-from sluice_operator.resources.certificates import describe_security, locate_in_pod
 from sluice_operator.resources.engine_deployment import render_engines
 from sluice_operator.resources.pods.pod_status import Pod
+from sluice_operator.resources.pods.secrets import describe_security, locate_in_pod
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, RESTARTS_ROUTERS, compute_rollout_hash
 from sluice_operator.routers.engine_reports import EngineReport
 from sluice_operator.settings import OperatorSettings
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
-    from sluice_operator.autotune.decision import AutotuneStatus
+    from sluice_operator.autotune.condition import AutotuneStatus
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 

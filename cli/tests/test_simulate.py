@@ -19,12 +19,13 @@ from sluice_cli.simulation.cluster_spec import (
     read_manifest_spec,
 )
 from sluice_cli.simulation.simulation_settings import SimulationSettings, change_settings
-from sluice_cli.simulation.trace_files import load_rows, read_trace
-from sluice_core.records import EarlyRejection, Role, Slo
-from sluice_core.sim.cell import NoGrant, TtftEnd
+from sluice_cli.simulation.trace_cache import load_rows, read_trace
+from sluice_core.records import Role, Slo
 from sluice_core.sim.goodput import search_goodput
+from sluice_core.sim.sim_setup import NoGrant, TtftEnd
 from sluice_core.sim.traces import TraceError
 from sluice_core.sim.workload import PoissonWorkload
+from sluice_core.strategy_parameters import EarlyRejection
 from sluice_operator.api.manifest import parse_manifest
 
 ROOT = Path(__file__).parents[2]

@@ -13,15 +13,11 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 
 from sluice_cli.simulation import strategy_comparison
+from sluice_cli.simulation.comparison_file import ComparisonFile, ComparisonSettings
 from sluice_cli.simulation.plan_inputs import PlanFlags, make_inputs
 from sluice_cli.simulation.strategy_cells import StrategyCell, load_cells, make_own_cell
-from sluice_cli.simulation.strategy_comparison import (
-    TUNING_SEED,
-    ComparisonFile,
-    ComparisonSettings,
-    compare_strategies,
-)
-from sluice_cli.simulation.trace_files import load_rows
+from sluice_cli.simulation.strategy_comparison import TUNING_SEED, compare_strategies
+from sluice_cli.simulation.trace_cache import load_rows
 from sluice_core.planning.planner import Planner
 from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.planning.trials import SearchTrial, TrialEvaluator, TrialResult, build_cell

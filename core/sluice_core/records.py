@@ -7,51 +7,22 @@ monotonic clock.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, NewType
+
+from sluice_core.strategy_parameters import StrategyParameters
 
 RequestId = NewType("RequestId", str)
 EngineId = NewType("EngineId", str)
 
 
 class Role(StrEnum):
-    """What an engine is at the moment ; only its chunk size makes it so (TaiChi, section 3.1)."""
+    """What an engine is at the moment; only its chunk size makes it so (TaiChi, section 3.1)."""
 
     PREFILL_HEAVY = "P-heavy"
     DECODE_HEAVY = "D-heavy"
-
-
-class EarlyRejection(StrEnum):
-    """What happens to a request that no engine can serve within its TTFT SLO."""
-
-    OFF = "Off"
-    RANDOM = "Random"
-    REJECT = "Reject"
-
-
-class OverloadOrder(StrEnum):
-    """Which prompts wait behind the others when not all can meet their TTFT SLO."""
-
-    LONGEST_LAST = "LongestLast"
-    DEADLINE = "Deadline"
-
-
-class PrefillOrder(StrEnum):
-    """In which order FlowPrefill serves prompts; all but the first are what it is compared with (section 6.3).
-
-    ``formula_3`` is the paper's formula to the letter: of prompts that will be late the latest deadline goes first.
-    ``d_edf`` serves those last whose deadline has passed, ``edf`` and ``chunked_edf`` serve by deadline alone. The last
-    fills each iteration by deadline, whatever has started.
-    """
-
-    S_EDF = "s_edf"
-    FORMULA_3 = "formula_3"
-    D_EDF = "d_edf"
-    EDF = "edf"
-    CHUNKED_EDF = "chunked_edf"
 
 
 class MoveCause(StrEnum):
@@ -97,47 +68,6 @@ class IterationShape:
     decode_context_tokens: int = 0
 
 
-@dataclass(slots=True, kw_only=True)
-class EngineLoad:
-    """An engine's load report: sums, so that its size does not depend on the queues.
-
-    Not frozen, so that a simulated engine can keep one: it changes it when it reports, and at no other time.
-
-    Args:
-        last_submit_number: Last submit of this router that the report includes.
-        queued_prefill_tokens: Prefill tokens not yet computed, waiting and running.
-        queued_requests: Requests with such tokens.
-        queued_attention_work: Their attention work, as in ``IterationShape``.
-        running_decodes: Decodes that run.
-        decode_context_tokens: Sum of their contexts.
-        kv_blocks_total: KV blocks of the engine.
-        kv_blocks_used: Blocks that requests hold, pinned ones included.
-        kv_blocks_granted: Blocks reserved by grants.
-        kv_blocks_pinned: Blocks handed off and not yet released.
-        iteration_remaining_s: Expected rest of the iteration under way.
-        pull_bytes_per_s: Measured rate of KV pulls; 0 when none was measured.
-        is_of_others: The engine belongs to the share of another router, which tries it first.
-        prefill_phase_s: For how long its phase of prefills has gone on; 0: it is in none (``batching.PhaseReport``).
-        saved_tpot_s: Mean saved TPOT of the decodes that were there before; ``math.inf`` without any.
-    """
-
-    last_submit_number: int = 0
-    queued_prefill_tokens: int = 0
-    queued_requests: int = 0
-    queued_attention_work: float = 0.0
-    running_decodes: int = 0
-    decode_context_tokens: int = 0
-    kv_blocks_total: int = 0
-    kv_blocks_used: int = 0
-    kv_blocks_granted: int = 0
-    kv_blocks_pinned: int = 0
-    iteration_remaining_s: float = 0.0
-    pull_bytes_per_s: float = 0.0
-    is_of_others: bool = False
-    prefill_phase_s: float = 0.0
-    saved_tpot_s: float = math.inf
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRequest:
     """A request that needs a prefill placed.
@@ -168,36 +98,6 @@ class PrefillRequest:
     cached_tokens: Mapping[EngineId, int] = field(default_factory=dict)
     turn: int = 0
     max_output_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementCandidate:
-    """One engine as a placement or a move saw it; kept for explanations.
-
-    Args:
-        engine_id: The engine.
-        role: Its role.
-        queued_prefill_tokens: Its queue, own placements included.
-        queue_s: Q, seconds until its prefill queue is empty.
-        execute_s: E, seconds to prefill this request.
-        transfer_s: T, seconds to move the KV; 0 on D-heavy engines.
-        cached_tokens: Prompt tokens expected in its prefix cache, which E leaves out.
-        is_feasible: Q + E + T within what is left of the TTFT SLO.
-        reason: ``feasible``, ``ttft``, ``kv``, ``room``, ``draining`` or ``excluded``.
-        is_of_others: It belongs to the share of another router: it stands behind one's own by
-            ``engine_table.SHARE_MARGIN_TOKENS``.
-    """
-
-    engine_id: EngineId
-    role: Role
-    queued_prefill_tokens: int
-    queue_s: float
-    execute_s: float
-    transfer_s: float
-    is_feasible: bool
-    reason: str
-    is_of_others: bool = False
-    cached_tokens: int = 0
 
 
 class Leg(NamedTuple):
@@ -282,66 +182,6 @@ class MoveProposal:
     cause: MoveCause
     output_tokens: int
     num_blocks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyParameters:
-    """Live parameters of the strategies. Defaults: TaiChi, sections 3.3 and 4.1; bounds: the CRD.
-
-    Args:
-        watermark: M, share of KV blocks or of max_num_seqs.
-        approaching_factor: Alpha, share of the TPOT SLO.
-        early_rejection: Policy for infeasible requests.
-        min_tokens_between_moves: Output tokens between two moves of a request unless its SLO is at stake.
-        prefill_batch_tokens: L_m, prefill tokens that saturate a GPU: a prefill engine batches whole prompts up to so
-            many, and a longer one alone. 0: it fills its chunk (DistServe, section 4.3).
-        batch_token_budget: G (FlowPrefill, section 5.2, Algorithm 1): prompt tokens that a batch stays below.
-        prefill_order: See ``PrefillOrder``; manifests cannot set it.
-        grant_wait_s: Longest time that a finished prefill waits for a decode engine, its KV on the prefill engine; then
-            it is recomputed and decodes in place. Below the lease of handed-off KV.
-        tpot_share: Share of the TPOT SLO that prefills may use up.
-        least_prefill_share: Share of the TPOT SLO that prefills get in each iteration beside decodes in any case.
-        catch_up_tokens: Tokens of an answer until which it may be behind its TPOT SLO, as far as it catches up by then;
-            manifests cannot set it.
-        late_ttft_factor: A prompt that cannot meet its TTFT SLO waits as if this were so many times as long; 1: it
-            keeps its place.
-        late_share: Share of the prefill time that such prompts get together while others can meet theirs; 1: by their
-            deadlines, whoever else becomes late.
-        overload_order: See ``OverloadOrder``.
-        pack_share: Share of the TPOT SLO up to which decodes gather on one engine; 0: they stay where they begin.
-        pack_prompt_share: Time of the usual prompt, as a share of the TPOT SLO, from which on they gather;
-            manifests cannot set it.
-        credit_s: Prefill work, in seconds, that an engine is given ahead; 0: all of it, as it arrives.
-        macro_instance_least: N_l, engines of the macro instance that a split makes (EcoServe, section 3.5.1).
-        macro_instance_most: N_u, most engines of one; it counts as ``2 * N_l - 1`` where it is less.
-        split_search_steps: K, most steps of the search for a split (DynaServe, section 4.1, Algorithm 1).
-        split_margin_tokens: Tokens that a predicted output is taken to be longer (DynaServe, section 5).
-        tbt_target_s: S, what an iteration with decodes may take (DynaServe, section 4.2, Algorithm 2); 0: the least
-            TPOT objective of the decodes.
-    """
-
-    watermark: float = 0.95
-    approaching_factor: float = 0.96
-    early_rejection: EarlyRejection = EarlyRejection.OFF
-    min_tokens_between_moves: int = 16
-    prefill_batch_tokens: int = 2048
-    batch_token_budget: int = 4096
-    prefill_order: PrefillOrder = PrefillOrder.S_EDF
-    grant_wait_s: float = 10.0
-    tpot_share: float = 0.98
-    least_prefill_share: float = 0.1
-    catch_up_tokens: int = 8
-    late_ttft_factor: float = 3.0
-    late_share: float = 0.1
-    overload_order: OverloadOrder = OverloadOrder.LONGEST_LAST
-    pack_share: float = 0.85
-    pack_prompt_share: float = 4.0
-    credit_s: float = 0.1
-    macro_instance_least: int = 4
-    macro_instance_most: int = 16
-    split_search_steps: int = 6
-    split_margin_tokens: int = 20
-    tbt_target_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

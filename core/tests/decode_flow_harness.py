@@ -2,12 +2,13 @@
 
 import random
 
-from sluice_core.kv import KvBlocks
-from sluice_core.records import RequestId, Role, StrategyParameters
+from sluice_core.kv_blocks import KvBlocks
+from sluice_core.records import RequestId, Role
 from sluice_core.scheduling.decode_flow import (
     FlowPolicy,
 )
 from sluice_core.scheduling.decode_set import DecodeSet
+from sluice_core.strategy_parameters import StrategyParameters
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 

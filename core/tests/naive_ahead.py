@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from naive_simulation import NaiveEngine, NaiveRequest, NaiveSimulation
 
-from sluice_core.kv import KvBlocks, blocks_for_tokens
+from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
 from sluice_core.records import MoveCause, Role
-from sluice_core.scheduling.batching import EngineBatch, RequestKind
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.decode_set import SPLIT_LEAD_TOKENS
-from sluice_core.sim.cell import NoGrant, TtftEnd
+from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
+from sluice_core.sim.sim_setup import NoGrant, TtftEnd
 
 # Ends of iterations that a busy engine takes to carry out what it is told (docs/internals/simulator.md).
 TO_GRANT, TO_HAND_OFF, TO_PULL, TO_NOTICE, TO_JOIN, TO_RELEASE = 1, 2, 1, 1, 3, 3

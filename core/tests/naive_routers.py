@@ -5,9 +5,9 @@ from dataclasses import fields, replace
 
 from naive_simulation import NaiveSimulation
 
-from sluice_core.latency.scaled import ScaledLatencyModel
+from sluice_core.latency.scaled_latency_model import ScaledLatencyModel
+from sluice_core.router_shares import choose_owner
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.shares import choose_owner
 
 OWN = ("router", "table", "held", "parked", "last_assign_s", "is_retry_due", "letters")
 

@@ -6,14 +6,15 @@ It shares the policies with ``sluice_core.sim``, and neither engine nor event lo
 import random
 from dataclasses import dataclass, field
 
-from sluice_core.kv import KvBlocks, blocks_for_tokens
-from sluice_core.records import EngineLoad, Hold, IterationShape, MoveCause, Place, PrefillRequest, RequestId
-from sluice_core.scheduling.batching import EngineBatch, RequestKind
+from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
+from sluice_core.records import Hold, IterationShape, MoveCause, Place, PrefillRequest, RequestId
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.decode_set import DecodeSet
+from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.sim.cell import NoGrant, TtftEnd
 from sluice_core.sim.cluster import ASSIGN_INTERVAL_S
+from sluice_core.sim.sim_setup import NoGrant, TtftEnd
 
 
 class NaivePool:

@@ -6,17 +6,8 @@ import random
 from hypothesis import strategies as st
 
 from sluice_core.latency import TRANSFER_LATENCY_S, compute_attention_work
-from sluice_core.records import (
-    EarlyRejection,
-    EngineId,
-    EngineLoad,
-    IterationShape,
-    PrefillRequest,
-    RequestId,
-    Role,
-    Slo,
-    StrategyParameters,
-)
+from sluice_core.records import EngineId, IterationShape, PrefillRequest, RequestId, Role, Slo
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import (
     PROVEN_OBSERVATIONS,
     EngineConfig,
@@ -25,6 +16,7 @@ from sluice_core.scheduling.engine_table import (
 from sluice_core.scheduling.prefill_placement import (
     LengthAwarePlacement,
 )
+from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
 SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=200_000, max_num_seqs=256, max_batch_tokens=8192)
 

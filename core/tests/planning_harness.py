@@ -13,7 +13,7 @@ from sluice_core.planning.slider_space import (
 )
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialResult
 from sluice_core.records import EngineId, Role, Slo
-from sluice_core.sim.cell import EngineSetup
+from sluice_core.sim.sim_setup import EngineSetup
 from sluice_core.sim.traces import TraceRow
 from sluice_core.strategies import STRATEGIES
 

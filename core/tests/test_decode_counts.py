@@ -7,14 +7,15 @@ from decode_flow_harness import BLOCK, TAU, D, P, join, make_decodes, make_polic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice_core.kv import KvBlocks
-from sluice_core.records import RequestId, StrategyParameters
+from sluice_core.kv_blocks import KvBlocks
+from sluice_core.records import RequestId
 from sluice_core.scheduling import decode_flow
 from sluice_core.scheduling.decode_flow import (
     MAX_STANDING_PROPOSALS,
     PROPOSAL_BACKOFF_S,
 )
 from sluice_core.scheduling.decode_set import DecodeSet
+from sluice_core.strategy_parameters import StrategyParameters
 
 
 def test_output_lengths_are_counted_and_corrected():

@@ -1,4 +1,4 @@
-"""Placement of prefills (TaiChi, Algorithm 2): the chosen engine, ties, and what waits."""
+"""Which decodes move (TaiChi, Algorithm 1): degradation, backflow, first decodes, and what stands in their way."""
 
 import random
 from collections import Counter
@@ -9,13 +9,14 @@ from decode_flow_harness import BLOCK, TAU, D, P, join, make_decodes, make_polic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice_core.kv import KvBlocks, blocks_for_tokens
-from sluice_core.records import MoveCause, RequestId, StrategyParameters
+from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
+from sluice_core.records import MoveCause, RequestId
 from sluice_core.scheduling.decode_flow import (
     MAX_PROPOSAL_BACKOFF_S,
     MAX_STANDING_PROPOSALS,
     PROPOSAL_BACKOFF_S,
 )
+from sluice_core.strategy_parameters import StrategyParameters
 
 # --- Algorithm 1, the paper's pseudocode on plain lists ---
 
@@ -357,3 +358,18 @@ def test_a_live_alpha_is_in_force_at_the_next_iteration():
     assert policy.propose(0.0, decodes) == []
     policy.parameters = StrategyParameters(approaching_factor=0.8)
     assert names(policy.propose(0.0, decodes)) == ["r"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "tokens_since_move", "is_too_soon"),
+    [
+        (MoveCause.DEGRADE, 15, True),
+        (MoveCause.DEGRADE, 16, False),
+        (MoveCause.DEGRADE, None, False),
+        (MoveCause.BACKFLOW, 0, False),
+        (MoveCause.DRAIN, 0, False),
+    ],
+)
+def test_only_a_degradation_waits_for_tokens_since_the_last_move(cause, tokens_since_move, is_too_soon):
+    policy = make_policy(min_tokens_between_moves=16)
+    assert policy.is_too_soon(cause, tokens_since_move) is is_too_soon

@@ -21,27 +21,15 @@ from test_drawn_runs import add_up
 from test_simulation import A100_14B
 
 from sluice_core.latency.measured_profiles import load_model_on_gpu
-from sluice_core.records import (
-    EarlyRejection,
-    EngineId,
-    EngineLoad,
-    Hold,
-    IterationShape,
-    MoveCause,
-    OverloadOrder,
-    Place,
-    PrefillRequest,
-    RequestId,
-    Role,
-    Slo,
-    StrategyParameters,
-)
-from sluice_core.scheduling.batching import EngineBatch, RequestKind
+from sluice_core.records import EngineId, Hold, IterationShape, MoveCause, Place, PrefillRequest, RequestId, Role, Slo
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.decode_set import DecodeSet
+from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.strategies import STRATEGIES, get_strategy
 from sluice_core.strategies.dynaserve import DynaServeRules
+from sluice_core.strategy_parameters import EarlyRejection, OverloadOrder, StrategyParameters
 
 RECORDED = Path(__file__).with_name("drawn_decisions.csv")
 PROFILES = (A100_14B, PROFILE, load_model_on_gpu("llama-3-8b", "h100-80g", 1).profile)

@@ -21,8 +21,11 @@ from test_sim_prefix_reuse import share_prefixes
 from test_simulation import SLO, STRATEGIES, make_arrivals, make_engines
 
 from sluice_core.latency.transfer import LinkSpeed
-from sluice_core.records import EarlyRejection, EngineId, OverloadOrder, PrefillOrder, Role, Slo, StrategyParameters
-from sluice_core.sim.cell import (
+from sluice_core.records import EngineId, Role, Slo
+from sluice_core.sim.chrome_trace import Timeline
+from sluice_core.sim.metrics import list_latencies, make_report, summarize
+from sluice_core.sim.requests import RequestState
+from sluice_core.sim.sim_setup import (
     AddEngineEvent,
     Cell,
     ConfigureEvent,
@@ -35,12 +38,10 @@ from sluice_core.sim.cell import (
     TransferLink,
     TtftEnd,
 )
-from sluice_core.sim.metrics import list_latencies, make_report, summarize
-from sluice_core.sim.requests import RequestState
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
 from sluice_core.strategies.dynaserve import DynaServeRules
+from sluice_core.strategy_parameters import EarlyRejection, OverloadOrder, PrefillOrder, StrategyParameters
 
 RECORDED = Path(__file__).with_name("drawn_runs.csv")
 DRAWN = {

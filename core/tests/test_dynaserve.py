@@ -11,21 +11,15 @@ from test_simulation import make_arrivals, make_engines, run
 
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import LinkSpeed
-from sluice_core.records import (
-    IterationShape,
-    MoveCause,
-    RequestId,
-    Role,
-    Slo,
-    StrategyParameters,
-)
-from sluice_core.scheduling.batching import EngineBatch
+from sluice_core.records import IterationShape, MoveCause, RequestId, Role, Slo
 from sluice_core.scheduling.decode_set import SPLIT_LEAD_TOKENS, SPLIT_RETRY_TOKENS, DecodeSet
+from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.scheduling.splitting.profile_table import ProfileTable
-from sluice_core.sim.cell import Arrival, Cell, ConfigureEvent, FailEvent, LengthsKnown, SimOptions, TransferLink
+from sluice_core.sim.sim_setup import Arrival, Cell, ConfigureEvent, FailEvent, LengthsKnown, SimOptions, TransferLink
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
 from sluice_core.strategies.dynaserve import DynaServeRules
+from sluice_core.strategy_parameters import StrategyParameters
 
 A100 = load_model_on_gpu("qwen2.5-14b", "a100-80g", 1).profile
 DYNASERVE = get_strategy("dynaserve")

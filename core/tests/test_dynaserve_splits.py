@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import (
-    EarlyRejection,
     EngineId,
-    EngineLoad,
     Hold,
     IterationShape,
     Leg,
@@ -22,15 +20,16 @@ from sluice_core.records import (
     RequestId,
     Role,
     Slo,
-    StrategyParameters,
 )
 from sluice_core.scheduling.decode_flow import FlowRequest
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.splitting.execution_predictor import ExecutionPredictor
 from sluice_core.scheduling.splitting.output_lengths import UNKNOWN_TOKENS, KnownLengths, NoisyLengths, RunningQuantile
 from sluice_core.scheduling.splitting.split_placement import LEAST_PART_TOKENS, SplitPlacement
 from sluice_core.scheduling.splitting.split_search import TOLERANCE_S, ServerClock, search_split
 from sluice_core.strategies import get_strategy
+from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
 A100 = load_model_on_gpu("qwen2.5-14b", "a100-80g", 1).profile
 DYNASERVE = get_strategy("dynaserve")

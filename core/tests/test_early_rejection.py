@@ -5,12 +5,14 @@ import random
 import pytest
 from placement_harness import BUSY, make_request, make_table
 
-from sluice_core.records import EarlyRejection, Place, Reject, StrategyParameters
-from sluice_core.scheduling.baselines import PLACEMENTS, ShortestQueuePlacement
+from sluice_core.records import Place, Reject
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
+from sluice_core.scheduling.shortest_queue_placement import ShortestQueuePlacement
 from sluice_core.scheduling.slack.slack_placement import SlackPlacement
 from sluice_core.scheduling.splitting.split_placement import SplitPlacement
+from sluice_core.strategies.placements import PLACEMENTS
+from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
 ASKING = (LengthAwarePlacement, ShortestQueuePlacement, SlackPlacement, RollingPlacement, SplitPlacement)
 SHORT_S = 0.01

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice_core.kv import blocks_for_tokens
-from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
-from sluice_core.scheduling.engine_state import get_queue_rank, get_view
+from sluice_core.kv_blocks import blocks_for_tokens
+from sluice_core.records import EngineId, IterationShape, RequestId, Role
+from sluice_core.scheduling.engine_state import EngineLoad, get_queue_rank, get_view
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 
 SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)

@@ -9,14 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_simulation import A100_14B, make_arrivals, make_engines, run
 
-from sluice_core.records import PrefillOrder, RequestId, Role, Slo, StrategyParameters
-from sluice_core.scheduling.batching import EngineBatch
+from sluice_core.records import RequestId, Role, Slo
+from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
 from sluice_core.scheduling.prefill_order.event_driven_selection import EventDrivenSelector
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor, QueuedPrefill, SlackOrder
-from sluice_core.sim.cell import Arrival, Cell, ConfigureEvent, SimOptions
 from sluice_core.sim.requests import RequestState
+from sluice_core.sim.sim_setup import Arrival, Cell, ConfigureEvent, SimOptions
 from sluice_core.strategies import get_strategy
+from sluice_core.strategy_parameters import PrefillOrder, StrategyParameters
 
 FLOWPREFILL, AGGREGATED = get_strategy("flowprefill"), get_strategy("aggregated")
 CHUNK = 512

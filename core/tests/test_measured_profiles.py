@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import pytest
 
-from sluice_core.latency.architecture import Architecture, read_architecture
 from sluice_core.latency.interface import UnknownModelError
 from sluice_core.latency.iteration_time import TABLE_STEP_TOKENS
 from sluice_core.latency.known_gpus import GPUS
 from sluice_core.latency.known_models import MODELS
 from sluice_core.latency.measured_profiles import Assumptions, ProfileKind, load_model_on_gpu
+from sluice_core.latency.model_architecture import Architecture, read_architecture
 
 TOKENS = (8, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 KERNELS, VIDUR, DISTSERVE = ProfileKind.KERNELS, ProfileKind.VIDUR, ProfileKind.DISTSERVE

@@ -5,10 +5,11 @@ from collections import Counter
 import pytest
 from decode_flow_harness import BLOCK, D, P, make_policy
 
-from sluice_core.records import EngineId, EngineLoad, MoveCause, RequestId
+from sluice_core.records import EngineId, MoveCause, RequestId
 from sluice_core.scheduling.decode_flow import (
     FlowRequest,
 )
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 
 # --- targets ---

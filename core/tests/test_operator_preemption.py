@@ -8,12 +8,13 @@ import pytest
 from test_flowprefill import FLOWPREFILL, SLOS
 from test_simulation import A100_14B, make_arrivals, make_engines, run
 
-from sluice_core.records import Slo, StrategyParameters
+from sluice_core.records import Slo
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
-from sluice_core.sim.cell import Arrival, Cell, FailEvent, SimOptions
+from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.requests import RequestState
+from sluice_core.sim.sim_setup import Arrival, Cell, FailEvent, SimOptions
 from sluice_core.sim.simulation import Simulation, Steering
-from sluice_core.sim.timeline import Timeline
+from sluice_core.strategy_parameters import StrategyParameters
 
 CHUNK, OPERATORS, BUDGET = 2048, 240, 1500
 

@@ -18,14 +18,11 @@ from placement_harness import (
     make_table,
 )
 
-from sluice_core.records import (
-    EngineId,
-    EngineLoad,
-    Place,
-    StrategyParameters,
-)
+from sluice_core.records import EngineId, Place
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.placement_records import MAX_RECORDED_ENGINES, explain
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
+from sluice_core.strategy_parameters import StrategyParameters
 
 
 @settings(max_examples=100, deadline=None)

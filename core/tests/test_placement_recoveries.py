@@ -3,13 +3,8 @@
 import pytest
 from placement_harness import BUSY, E0, E1, FULL, GONE, OFF, REJECT, D, P, decide, make_policy, make_request, make_table
 
-from sluice_core.records import (
-    EngineId,
-    EngineLoad,
-    Hold,
-    Place,
-    RequestId,
-)
+from sluice_core.records import EngineId, Hold, Place, RequestId
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import (
     RECOVERY_BURST_S,
 )

@@ -10,9 +10,10 @@ import pytest
 from planning_harness import EFFORT, PROFILE, Formula, Shares, make_problem, make_space, make_taichi
 
 from sluice_core.planning.attainment_curve import AttainmentCurve
-from sluice_core.planning.comparison import CandidateComparison, Fidelity
+from sluice_core.planning.bottleneck import find_bottleneck
+from sluice_core.planning.candidate_comparison import CandidateComparison, Fidelity
 from sluice_core.planning.planner import Goal, Planner, estimate_response_s, estimate_start_rps
-from sluice_core.planning.prediction import estimate_interval, find_bottleneck
+from sluice_core.planning.prediction import estimate_interval
 from sluice_core.planning.slider_search import Search, SearchEffort
 from sluice_core.planning.slider_space import (
     PrefillHeavyBounds,

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from planning_harness import EFFORT, Formula, Shares, make_problem, make_space, make_taichi
 
-from sluice_core.planning.comparison import CandidateComparison, Fidelity
+from sluice_core.planning.bottleneck import find_bottleneck
+from sluice_core.planning.candidate_comparison import CandidateComparison, Fidelity
 from sluice_core.planning.planner import Goal, Planner, estimate_response_s
-from sluice_core.planning.prediction import find_bottleneck
 from sluice_core.planning.slider_search import MOST_EXPLORED_ENGINES, Search, SearchEffort
 from sluice_core.planning.trials import SearchTrial, TrialEvaluator
 from sluice_core.records import Slo

@@ -27,20 +27,13 @@ from placement_harness import (
 )
 
 from sluice_core.latency import TRANSFER_LATENCY_S
-from sluice_core.records import (
-    EarlyRejection,
-    EngineId,
-    Hold,
-    Place,
-    Reject,
-)
-from sluice_core.scheduling.batching import RequestKind
+from sluice_core.records import EngineId, Hold, Place, Reject
+from sluice_core.router_shares import SHARE_MARGIN_TOKENS
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
-from sluice_core.scheduling.engine_table import (
-    PROVEN_OBSERVATIONS,
-    SHARE_MARGIN_TOKENS,
-)
+from sluice_core.scheduling.engine_policy import RequestKind
+from sluice_core.scheduling.engine_table import PROVEN_OBSERVATIONS
 from sluice_core.scheduling.placement_records import explain
+from sluice_core.strategy_parameters import EarlyRejection
 
 
 def choose_by_the_book(table, request, now):

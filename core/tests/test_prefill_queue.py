@@ -5,16 +5,17 @@ from dataclasses import replace
 import pytest
 from test_simulation import SLO, make_engines
 
-from sluice_core.records import StrategyParameters
-from sluice_core.scheduling import batching
-from sluice_core.scheduling.batching import RECOMPUTE_TOKENS, PrefillSelector, RequestKind
-from sluice_core.sim.cell import Arrival
+from sluice_core.scheduling import engine_policy
+from sluice_core.scheduling.chunked_batching import RECOMPUTE_TOKENS
+from sluice_core.scheduling.engine_policy import PrefillSelector, RequestKind
 from sluice_core.sim.engine.prefill_queue import PrefillQueue
 from sluice_core.sim.engine.selected_prefills import SelectedPrefills
 from sluice_core.sim.requests import SimRequest
+from sluice_core.sim.sim_setup import Arrival
 from sluice_core.strategies import get_strategy
+from sluice_core.strategy_parameters import StrategyParameters
 
-IS_COMPILED = not batching.__file__.endswith(".py")
+IS_COMPILED = not engine_policy.__file__.endswith(".py")
 BLOCK = 16
 (SETUP,) = make_engines(((1, 2048),))
 TAICHI = get_strategy("taichi").make_engine(StrategyParameters())

@@ -14,21 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from sluice_core.latency.architecture import Architecture
 from sluice_core.latency.interface import UnknownModelError
 from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.kernels import load_kernels
 from sluice_core.latency.known_gpus import GPUS
 from sluice_core.latency.known_models import MODELS
-from sluice_core.latency.measured_profiles import (
-    Assumptions,
-    ProfileKind,
-    build_kernel_profile,
-    compute_kv_capacity_tokens,
-    load_model_on_gpu,
-)
+from sluice_core.latency.kv_capacity import compute_kv_bytes_per_token, compute_kv_capacity_tokens
+from sluice_core.latency.measured_profiles import Assumptions, ProfileKind, build_kernel_profile, load_model_on_gpu
+from sluice_core.latency.model_architecture import Architecture
 from sluice_core.latency.online_latency_model import OnlineLatencyModel
-from sluice_core.latency.scaled import ScaledLatencyModel
+from sluice_core.latency.scaled_latency_model import ScaledLatencyModel
 from sluice_core.latency.transfer import LINKS
 from sluice_core.records import IterationShape
 
@@ -128,7 +123,7 @@ def describe_catalogue():
                 capacity = compute_kv_capacity_tokens(shape, kernels.memory_bytes, tensor_parallel)
             except UnknownModelError:
                 capacity = 0
-            sizes = [shape.compute_weight_bytes(), shape.compute_kv_bytes_per_token(tensor_parallel), capacity]
+            sizes = [shape.compute_weight_bytes(), compute_kv_bytes_per_token(shape, tensor_parallel), capacity]
             rows[f"{name} {tensor_parallel} {gpu}"] = [*sizes, *list_figures(profile)]
     return rows
 

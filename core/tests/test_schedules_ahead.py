@@ -9,14 +9,14 @@ from test_simulation import A100_14B, SLO, STRATEGIES, make_arrivals, make_engin
 
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import MoveCause, Slo
-from sluice_core.scheduling.batching import RequestKind
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
-from sluice_core.sim.cell import Arrival, Cell, ConfigureEvent, FailEvent, SimOptions, TransferLink
+from sluice_core.scheduling.engine_policy import RequestKind
+from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.requests import RequestState, SimRequest
+from sluice_core.sim.sim_setup import Arrival, Cell, ConfigureEvent, FailEvent, SimOptions, TransferLink
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
 
 AHEAD = SimOptions(schedules_ahead=True)

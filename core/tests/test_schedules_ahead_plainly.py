@@ -11,11 +11,12 @@ from test_sim_prefix_reuse import share_prefixes
 from test_simulation import SLO, STRATEGIES, make_arrivals, make_engines
 
 from sluice_core.latency.transfer import LinkSpeed
-from sluice_core.records import EarlyRejection, Slo, StrategyParameters
-from sluice_core.sim.cell import Cell, NoGrant, SimOptions, TransferLink, TtftEnd
+from sluice_core.records import Slo
+from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.requests import RequestState
+from sluice_core.sim.sim_setup import Cell, NoGrant, SimOptions, TransferLink, TtftEnd
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.timeline import Timeline
+from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
 SLOS = (SLO, Slo(ttft_s=0.4, tpot_s=0.03), Slo(ttft_s=9.0, tpot_s=0.2))
 

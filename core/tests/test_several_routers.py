@@ -8,9 +8,11 @@ import itertools
 import random
 from statistics import fmean
 
-from sluice_core.records import EngineId, EngineLoad, PrefillRequest, RequestId, Role, Slo, StrategyParameters
+from sluice_core.records import EngineId, PrefillRequest, RequestId, Role, Slo
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
+from sluice_core.strategy_parameters import StrategyParameters
 
 NUM_ENGINES = 16
 TOKEN_S = 250e-6

@@ -13,19 +13,20 @@ from hypothesis import strategies as st
 from test_simulation import SLO, make_arrivals, make_engines, run
 
 from sluice_core.latency.iteration_time import IterationProfile
-from sluice_core.records import Slo, SloClass, StrategyParameters
-from sluice_core.sim.cell import Arrival, Cell, RouterSetup, SimOptions
+from sluice_core.records import Slo, SloClass
+from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.goodput import NoGoodputError, bisect_rate, search_goodput
 from sluice_core.sim.metrics import compute_percentile, list_longest_tenth, make_report, summarize
 from sluice_core.sim.pickling import RECORDS
 from sluice_core.sim.requests import RequestState, SimRequest
+from sluice_core.sim.sim_setup import Arrival, Cell, RouterSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.timeline import Timeline
 from sluice_core.sim.traces import TraceError, TraceRow, parse_trace
 from sluice_core.sim.workload import PoissonWorkload, scale_trace
 from sluice_core.slo import check_slo, compute_tpot_s
 from sluice_core.strategies import STRATEGIES, get_strategy
+from sluice_core.strategy_parameters import StrategyParameters
 
 ROWS = [TraceRow(prompt_tokens=10 + number, output_tokens=1 + number % 7) for number in range(200)]
 

@@ -19,12 +19,13 @@ from test_simulation import (
 )
 
 from sluice_core.latency.transfer import LinkSpeed
-from sluice_core.records import MoveCause, Slo, StrategyParameters
-from sluice_core.sim.cell import Arrival, Cell, FailEvent, NoGrant, SimOptions, TransferLink, TtftEnd
+from sluice_core.records import MoveCause, Slo
 from sluice_core.sim.engine.prefix_cache import PrefixCache
 from sluice_core.sim.requests import RequestState
+from sluice_core.sim.sim_setup import Arrival, Cell, FailEvent, NoGrant, SimOptions, TransferLink, TtftEnd
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
+from sluice_core.strategy_parameters import StrategyParameters
 
 HASH_BLOCK_TOKENS = 48  # three blocks
 REUSE = SimOptions(hash_block_tokens=HASH_BLOCK_TOKENS)

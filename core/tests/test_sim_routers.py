@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from naive_routers import NaiveRouters
 from test_simulation import SLO, STRATEGIES, describe, make_arrivals, make_engines, run
 
-from sluice_core.latency.scaled import ScaledLatencyModel
-from sluice_core.records import EarlyRejection, IterationShape, Slo, StrategyParameters
-from sluice_core.shares import choose_owner
-from sluice_core.sim.cell import Cell, NoGrant, RouterSetup, SimOptions
+from sluice_core.latency.scaled_latency_model import ScaledLatencyModel
+from sluice_core.records import IterationShape, Slo
+from sluice_core.router_shares import choose_owner
 from sluice_core.sim.requests import RequestState
+from sluice_core.sim.sim_setup import Cell, NoGrant, RouterSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
+from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
 SLOS = (SLO, Slo(ttft_s=0.4, tpot_s=0.03), Slo(ttft_s=9.0, tpot_s=0.2))
 FOUR = (RouterSetup(), RouterSetup(), RouterSetup(arrival_share=3.0), RouterSetup(latency_factor=1.15))

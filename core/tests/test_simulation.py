@@ -11,8 +11,10 @@ from naive_simulation import NaiveSimulation
 
 from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.transfer import LinkSpeed
-from sluice_core.records import EarlyRejection, EngineId, MoveCause, Role, Slo, StrategyParameters
-from sluice_core.sim.cell import (
+from sluice_core.records import EngineId, MoveCause, Role, Slo
+from sluice_core.sim.chrome_trace import Timeline
+from sluice_core.sim.requests import RequestState
+from sluice_core.sim.sim_setup import (
     AddEngineEvent,
     Arrival,
     Cell,
@@ -24,10 +26,9 @@ from sluice_core.sim.cell import (
     TransferLink,
     TtftEnd,
 )
-from sluice_core.sim.requests import RequestState
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.timeline import Timeline
 from sluice_core.strategies import get_strategy
+from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 # Qwen2.5-14B on an A100, linear interpolation between its points.

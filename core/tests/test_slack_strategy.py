@@ -11,31 +11,29 @@ from test_simulation import make_engines
 from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import (
-    EarlyRejection,
     EngineId,
-    EngineLoad,
     Hold,
     IterationShape,
     MoveCause,
-    OverloadOrder,
     Place,
     PrefillRequest,
     Reject,
     RequestId,
     Role,
     Slo,
-    StrategyParameters,
 )
-from sluice_core.scheduling.batching import BatchLimits, EngineBatch
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.decode_set import LOST_BACK_OFF_S, DecodeSet
+from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
 from sluice_core.scheduling.slack.slack_batching import SlackBatching
 from sluice_core.scheduling.slack.slack_waiting_order import WaitingOrder
-from sluice_core.sim.cell import Arrival, Cell, SimOptions
+from sluice_core.sim.sim_setup import Arrival, Cell, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
+from sluice_core.strategy_parameters import EarlyRejection, OverloadOrder, StrategyParameters
 
 A100 = load_model_on_gpu("qwen2.5-14b", "a100-80g", 1).profile
 SLUICE = get_strategy("sluice")

@@ -6,8 +6,8 @@ import pytest
 from planning_harness import PROFILE
 
 from sluice_core.records import EngineId, Role, Slo
-from sluice_core.sim.cell import AddEngineEvent, Arrival, Cell, EngineSetup, LeaveEvent, SimOptions
 from sluice_core.sim.requests import RequestState
+from sluice_core.sim.sim_setup import AddEngineEvent, Arrival, Cell, EngineSetup, LeaveEvent, SimOptions
 from sluice_core.sim.simulation import Simulation, Steering
 from sluice_core.strategies import get_strategy
 

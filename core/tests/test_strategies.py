@@ -4,16 +4,16 @@ from dataclasses import replace
 import pytest
 from test_simulation import SLO, make_engines
 
-from sluice_core.records import EarlyRejection, MoveCause, Role, StrategyParameters
-from sluice_core.scheduling.baselines import RoundRobinPlacement
+from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy
-from sluice_core.sim.cell import Arrival, Cell
+from sluice_core.scheduling.slo_blind_placement import RoundRobinPlacement
+from sluice_core.sim.sim_setup import Arrival, Cell
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import DEFAULT_STRATEGY, INITIAL_STRATEGY, STRATEGIES, get_strategy
 from sluice_core.strategies.interface import Need, SliderUse, Strategy
-from sluice_core.strategies.parameters import WATERMARK
-from sluice_core.strategies.roles import RoleRouter
+from sluice_core.strategies.role_policies import RoleRouter
+from sluice_core.strategy_parameters import WATERMARK, EarlyRejection, StrategyParameters
 
 ROWS = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
 

@@ -7,10 +7,10 @@ import pytest
 from placement_harness import make_request
 
 from sluice_core.latency.iteration_time import IterationProfile
-from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role, Slo, StrategyParameters
-from sluice_core.scheduling.baselines import PLACEMENTS
-from sluice_core.scheduling.batching import EngineBatch
+from sluice_core.records import EngineId, IterationShape, RequestId, Role, Slo
 from sluice_core.scheduling.decode_set import DecodeSet
+from sluice_core.scheduling.engine_policy import EngineBatch
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
@@ -19,7 +19,8 @@ from sluice_core.scheduling.splitting.output_lengths import KnownLengths, NoisyL
 from sluice_core.scheduling.splitting.profile_table import ProfileTable
 from sluice_core.scheduling.waiting_order import MAX_ASSIGNED_AT_ONCE, compute_urgency, select_urgent
 from sluice_core.strategies import STRATEGIES, get_strategy
-from sluice_core.strategies.parameters import WATERMARK
+from sluice_core.strategies.placements import PLACEMENTS
+from sluice_core.strategy_parameters import WATERMARK, StrategyParameters, format_parameters
 
 LINE = IterationProfile(linear_s=(0.01,), slope_s=1e-4, prefill_work_s=1e-8, decode_context_s=1e-7)
 CONFIG = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=2048)
@@ -262,7 +263,7 @@ def test_bounds_themselves_are_allowed():
 def test_defaults_are_written_as_they_are_read_and_unknown_ones_are_named(name):
     row = STRATEGIES[name]
     values = row.format_parameters(row.read_parameters({}))
-    assert values == {each.name: each.default for each in row.parameters}
+    assert values == format_parameters(row.parameters, StrategyParameters())
     assert row.read_parameters(values) == row.read_parameters({})
     with pytest.raises(ValueError, match=rf"parameters\.what is unknown to strategy '{name}'; known are"):
         row.read_parameters({"what": "1"})

@@ -25,7 +25,7 @@ from testbed.errors import TestbedError
 from testbed.settings import ROOT
 
 from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2_grpc
-from sluice_operator.api.names import CONTROL_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
+from sluice_operator.api.ports import CONTROL_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence

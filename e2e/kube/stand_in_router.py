@@ -17,7 +17,7 @@ import grpc
 import harness_faults
 
 from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
-from sluice_operator.api.names import CONTROL_PORT
+from sluice_operator.api.ports import CONTROL_PORT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

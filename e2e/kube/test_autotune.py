@@ -21,8 +21,8 @@ from release import RESTRICTED
 from steady_load import Shape
 
 from sluice_core.records import Role
-from sluice_operator.api.proto_enums import ROLES
-from sluice_operator.planning.plan import read_plan
+from sluice_operator.api.proto_roles import ROLES
+from sluice_operator.planning.plan_store import read_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

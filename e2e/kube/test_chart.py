@@ -16,6 +16,8 @@ from testbed.helm import CHART, RELEASE, SYSTEM
 from testbed.settings import ROOT
 
 from sluice_operator.api import names
+from sluice_operator.api.labels import COMPONENT_LABEL, NAME_LABEL
+from sluice_operator.api.ports import CONTROL_PORT
 from sluice_operator.kubernetes.rbac import LEASE_RULES, NODE_RULES, RULES
 from sluice_operator.settings import OperatorSettings, parse_settings
 
@@ -234,13 +236,13 @@ def test_selectors_find_the_operator_and_nothing_else(rendered: list[Object]) ->
         assert selector.items() <= operator["metadata"]["labels"].items()
         assert not selector.items() <= test["metadata"]["labels"].items()
     # The network policies of routers admit pods with this label.
-    assert operator["metadata"]["labels"][names.NAME_LABEL] == names.MANAGER
+    assert operator["metadata"]["labels"][NAME_LABEL] == names.MANAGER
     for policy in pick(rendered, "NetworkPolicy"):
         for rule in policy["spec"].get("egress", []):
             for peer in rule.get("to", []):
                 if "podSelector" in peer:
-                    assert peer["podSelector"]["matchLabels"] == {names.COMPONENT_LABEL: names.ROUTER}
-                    assert [port["port"] for port in rule["ports"]] == [names.CONTROL_PORT]
+                    assert peer["podSelector"]["matchLabels"] == {COMPONENT_LABEL: names.ROUTER}
+                    assert [port["port"] for port in rule["ports"]] == [CONTROL_PORT]
     for monitor in pick(rendered, "ServiceMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"].items()
         assert wanted <= one(rendered, "Service")["metadata"]["labels"].items()

@@ -1,4 +1,4 @@
-"""The way to a next version of the API (docs/internals/versions-of-the-api.md), walked with a copy of the CRD.
+"""The way to a next version of the API (docs/internals/crd-versions.md), walked with a copy of the CRD.
 
 The copy has a group of its own. Its v1beta1 has the fields of v1alpha1 and no ``Off``; conversion is strategy None.
 """

@@ -24,8 +24,9 @@ from steady_load import Shape, expect_tokens, make_request
 from testbed.settings import ROOT
 
 from sluice.v1 import plan_pb2
-from sluice_operator.kubernetes.interface import CONFIG_MAPS, uid_of
-from sluice_operator.planning.plan import read_plan
+from sluice_operator.kubernetes.kinds import CONFIG_MAPS
+from sluice_operator.kubernetes.objects import uid_of
+from sluice_operator.planning.plan_store import read_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

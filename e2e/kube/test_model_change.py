@@ -16,7 +16,8 @@ from pod_cluster import MODELS, PodCluster, make_pods_manifest
 from release import RESTRICTED
 from testbed.settings import ROOT
 
-from sluice_operator.api.names import HTTP_PORT, MODEL_LABEL
+from sluice_operator.api.labels import MODEL_LABEL
+from sluice_operator.api.ports import HTTP_PORT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

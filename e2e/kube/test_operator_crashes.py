@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from in_process import PATIENCE_S, PAUSE_S, Crash, ReconciledCluster, connect, is_settled
+from in_process_operator import PATIENCE_S, PAUSE_S, Crash, ReconciledCluster, connect, is_settled
 from kubectl_cluster import wait_for
 from testbed.fake_nodes import is_ready, make_node
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from testbed.client import Client
 
     from sluice_operator.kubernetes.client import KubernetesClient
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 pytestmark = pytest.mark.usefixtures("crd", "crash_node")
 

@@ -25,7 +25,7 @@ from testbed.fake_nodes import is_ready, make_node
 from testbed.helm import Helm
 from testbed.toolchain import build
 
-from sluice_operator.kubernetes.interface import CERTIFICATES, SERVICE_MONITORS
+from sluice_operator.kubernetes.kinds import CERTIFICATES, SERVICE_MONITORS
 from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES, WATCHED
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from testbed.settings import ROOT
 from testbed.toolchain import MODULES
 
 from sluice_operator.api.manifest import check_manifest
-from sluice_operator.resources.desired import RenderInputs, render_children
+from sluice_operator.resources.children import RenderInputs, render_children
 from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import test_pod_template
 import yaml
-from in_process import PATIENCE_S, PAUSE_S, ReconciledCluster, connect
+from in_process_operator import PATIENCE_S, PAUSE_S, ReconciledCluster, connect
 from kubectl_cluster import wait_for
 from light_cluster import LightCluster
 from operator_process import Operator, make_access
@@ -25,7 +25,8 @@ from testbed.fake_nodes import is_ready, make_node
 
 from sluice_operator.controller.manager import format_now
 from sluice_operator.controller.reconciler import Reconciler
-from sluice_operator.kubernetes.interface import DEPLOYMENTS, InvalidError
+from sluice_operator.kubernetes.errors import InvalidError
+from sluice_operator.kubernetes.kinds import DEPLOYMENTS
 from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:

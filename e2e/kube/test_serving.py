@@ -34,7 +34,7 @@ from testbed.settings import NODE_NAME
 from workload import Request, make_prompt
 
 from sluice.v1 import control_pb2, plan_pb2, router_pb2
-from sluice_operator.api.names import CONTROL_PORT, ENGINE_PORT
+from sluice_operator.api.ports import CONTROL_PORT, ENGINE_PORT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_engine.core_messages import ConfigureAnswer
 from sluice_engine.scheduling.fidelity_recorder import VARIABLE, IterationRecorder, open_recorder
 from sluice_engine.scheduling.scheduled_batch import ScheduledBatch

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_grant_table import Pool
 
-from sluice_core.kv import KvBlocks
+from sluice_core.kv_blocks import KvBlocks
 from sluice_engine.core_messages import GrantAnswer, GrantCommand
 from sluice_engine.kv_transfer.grants import EngineRoom, GrantAllocator, GrantTable, answer_grant, find_refusal
 

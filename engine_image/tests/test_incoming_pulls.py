@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sluice_core.records import StrategyParameters
-from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY
+from sluice_core.strategy_parameters import StrategyParameters
 from sluice_engine.core_messages import RequestExtras
 from sluice_engine.kv_transfer.kv_handles import MalformedHandleError
 from sluice_engine.scheduling.incoming_pulls import PULL_START_S, IncomingPulls

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sluice_core.kv import KvBlocks
+from sluice_core.kv_blocks import KvBlocks
 from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_engine.core_messages import ConfigureCommand, RequestExtras

@@ -9,8 +9,8 @@ from typing import Any
 import engine_harness
 import pytest
 
-from sluice_core.scheduling.batching import RequestKind
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
+from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_engine.core_messages import RequestExtras
 from sluice_engine.scheduling.prefill_selection import PrefillSelection
 from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from test_grant_table import Pool
 
-from sluice_core.kv import KvBlocks
-from sluice_core.records import StrategyParameters
-from sluice_core.scheduling.batching import RequestKind
+from sluice_core.kv_blocks import KvBlocks
+from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY, get_strategy
+from sluice_core.strategy_parameters import StrategyParameters
 from sluice_engine.core_messages import ConfigureCommand, RequestExtras, SchedulerLoad
 from sluice_engine.kv_transfer.grants import GrantTable
 from sluice_engine.scheduling.iteration_timer import IterationTimer

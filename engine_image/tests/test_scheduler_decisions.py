@@ -9,7 +9,7 @@ import pytest
 from played_engines import import_vllm
 from test_request_tracker import add, make_tracker
 
-from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.engine_policy import RequestKind
 
 
 class Stock:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from test_request_tracker import add
 
-from sluice_core.kv import KvBlocks
+from sluice_core.kv_blocks import KvBlocks
 from sluice_core.latency import OnlineLatencyModel
-from sluice_core.records import IterationShape, StrategyParameters
-from sluice_core.scheduling.batching import PrefillSelector, RequestKind
+from sluice_core.records import IterationShape
+from sluice_core.scheduling.engine_policy import PrefillSelector, RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY
+from sluice_core.strategy_parameters import StrategyParameters
 from sluice_engine.core_messages import IterationReport
 from sluice_engine.scheduling.prefill_selection import PrefillSelection
 from sluice_engine.scheduling.request_tracker import RequestTracker

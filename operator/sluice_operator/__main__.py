@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from sluice.certificates import CertificateError
 from sluice_operator.controller.manager import run_operator
-from sluice_operator.kubernetes.interface import LeaseLostError
+from sluice_operator.kubernetes.errors import LeaseLostError
 from sluice_operator.logs import set_up_logs
 from sluice_operator.settings import parse_settings
 

@@ -10,17 +10,17 @@ from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune import decision
-from sluice_operator.autotune.decision import (
-    StoredSliders,
-    TunerObservation,
-    TunerState,
-)
+from sluice_operator.autotune.condition import describe_status
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
-from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
+from sluice_operator.autotune.search_constraints import make_constraints
+from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
+from sluice_operator.autotune.tuner_state import TunerObservation, TunerState
 from sluice_operator.autotune.workload import WorkloadSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from sluice_operator.autotune.stored_sliders import StoredSliders
 
 
 COOLDOWN_S = 100.0
@@ -154,7 +154,7 @@ class Plant:
 
     @property
     def reason(self) -> Reason:
-        status = decision.describe_status(self.state, self.observe())
+        status = describe_status(self.state, self.observe())
         assert status.reason in REASONS[ConditionType.AUTOTUNED]
         return status.reason
 

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 from fake_kubernetes import FakeKubernetes, make_cluster
 from fake_routers import FakeRouters
 
-from sluice_operator.api.names import COMPONENT_LABEL, ENGINE, ROLE_LABEL, ClusterKey
+from sluice_operator.api.labels import COMPONENT_LABEL, ROLE_LABEL
+from sluice_operator.api.names import ENGINE, ClusterKey
 from sluice_operator.controller.reconciler import Reconciler
-from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS, DEPLOYMENTS, PODS, KubernetesError, Object
+from sluice_operator.kubernetes.errors import KubernetesError
+from sluice_operator.kubernetes.kinds import CLUSTERS, CONFIG_MAPS, DEPLOYMENTS, PODS
 from sluice_operator.planning.node_notices import NodeNotices
-from sluice_operator.planning.plan import read_plan
+from sluice_operator.planning.plan_store import read_plan
 from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from sluice_operator.autoscaling.capacity_process import RunCapacitySearch
     from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
     from sluice_operator.autotune.search_process import RunSearch
+    from sluice_operator.kubernetes.objects import Object
 
 KEY = ClusterKey("default", "tiny")
 MAX_STEPS = 60

@@ -11,21 +11,13 @@ import itertools
 import marshal
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.kubernetes.interface import (
-    CERTIFICATES,
-    CLUSTERS,
-    DEPLOYMENTS,
-    PODS,
-    SERVICE_MONITORS,
-    ConflictError,
-    Kind,
-    NotFoundError,
-    Object,
-    kind_of,
-)
+from sluice_operator.kubernetes.errors import ConflictError, NotFoundError
+from sluice_operator.kubernetes.kinds import CERTIFICATES, CLUSTERS, DEPLOYMENTS, PODS, SERVICE_MONITORS, Kind, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from sluice_operator.kubernetes.objects import Object
 
 READS = frozenset({"get", "list", "discover"})
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2, plan_pb2
-from sluice_operator.api.names import COMPONENT_LABEL, ENGINE, MODEL_LABEL, ROUTER
-from sluice_operator.kubernetes.interface import PODS, name_of
-from sluice_operator.routers.connections import NO_NAMES
+from sluice_operator.api.labels import COMPONENT_LABEL, MODEL_LABEL
+from sluice_operator.api.names import ENGINE, ROUTER
+from sluice_operator.kubernetes.kinds import PODS
+from sluice_operator.kubernetes.objects import name_of
+from sluice_operator.routers.connection_table import NO_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from fake_kubernetes import FakeKubernetes
 
     from sluice_operator.api.names import ClusterKey
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 
 def cut_chunk(chunk_size_tokens: int, pod: Object) -> int:

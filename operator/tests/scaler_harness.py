@@ -13,7 +13,7 @@ from sluice_operator.autoscaling.capacity_messages import CapacityPoint, Capacit
 
 if TYPE_CHECKING:
     from sluice_operator.api.sliders import Sliders
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 COEFFICIENTS = control_pb2.LatencyCoefficients(
     base_s=0.02,

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
 from sluice_operator.api.sliders import Sliders, resolve_sliders, scale_sliders
 from sluice_operator.autotune import decision
-from sluice_operator.autotune.decision import (
-    HISTORY_COOLDOWNS,
-    StoredSliders,
-    TunerState,
-)
+from sluice_operator.autotune.condition import describe_status
+from sluice_operator.autotune.stored_sliders import StoredSliders
+from sluice_operator.autotune.trial import HISTORY_COOLDOWNS
+from sluice_operator.autotune.tuner_state import TunerState
 
 
 def test_recommend_searches_once_and_changes_nothing() -> None:
@@ -152,7 +151,7 @@ def test_a_failed_search_is_reported_and_repeated_later() -> None:
     plant = Plant(search_s=float("inf"))
     plant.run(5)
     plant.state = decision.record_failure(plant.state, "out of luck", plant.now)
-    assert decision.describe_status(plant.state, plant.observe()).message == "out of luck"
+    assert describe_status(plant.state, plant.observe()).message == "out of luck"
     plant.run(decision.RETRY_S - 2)
     assert plant.num_asked == 1
     plant.run(5)

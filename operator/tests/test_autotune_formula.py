@@ -15,6 +15,7 @@ from tuner_harness import make_question
 from sluice_core.planning.slider_search import SearchEffort
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune import search as searching
+from sluice_operator.autotune import search_process
 from sluice_operator.autotune.search import (
     make_candidate,
     make_effort,
@@ -121,10 +122,10 @@ class Limits:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
         self.asked: list[tuple[object, ...]] = []
-        monkeypatch.setattr(searching.os, "nice", lambda number: self.asked.append(("nice", number)))
-        monkeypatch.setattr(searching.resource, "setrlimit", lambda *limit: self.asked.append(limit))
-        monkeypatch.setattr(searching.gc, "set_threshold", lambda *limit: None)
-        monkeypatch.setattr(searching.sys, "stdin", io.StringIO(text))
+        monkeypatch.setattr(search_process.os, "nice", lambda number: self.asked.append(("nice", number)))
+        monkeypatch.setattr(search_process.resource, "setrlimit", lambda *limit: self.asked.append(limit))
+        monkeypatch.setattr(search_process.gc, "set_threshold", lambda *limit: None)
+        monkeypatch.setattr(search_process.sys, "stdin", io.StringIO(text))
 
 
 def test_the_program_answers_a_request_at_low_priority_and_within_limits(formula, monkeypatch, capsys) -> None:
@@ -133,9 +134,9 @@ def test_the_program_answers_a_request_at_low_priority_and_within_limits(formula
     searching.main()
     assert SearchResult.from_json(capsys.readouterr().out) == searching.search(request)
     assert limits.asked == [
-        ("nice", searching.NICENESS),
-        (resource.RLIMIT_CPU, (searching.MAX_CPU_S, searching.MAX_CPU_S)),
-        (resource.RLIMIT_DATA, (searching.MAX_MEMORY_BYTES, searching.MAX_MEMORY_BYTES)),
+        ("nice", search_process.NICENESS),
+        (resource.RLIMIT_CPU, (search_process.MAX_CPU_S, search_process.MAX_CPU_S)),
+        (resource.RLIMIT_DATA, (search_process.MAX_MEMORY_BYTES, search_process.MAX_MEMORY_BYTES)),
     ]
 
 
@@ -153,5 +154,5 @@ def test_the_program_ends_with_words_for_what_it_cannot_do(monkeypatch, error, w
 
     Limits(monkeypatch, "a request")
     with pytest.raises(SystemExit) as ended:
-        searching.serve_request(fail)
+        search_process.serve_request(fail)
     assert ended.value.code == words

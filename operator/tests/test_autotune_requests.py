@@ -11,9 +11,10 @@ from tuner_harness import APPLY, BOUNDS, make_answer, make_question, make_sample
 from sluice.v1 import control_pb2
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
-from sluice_core.records import EarlyRejection, IterationShape, Role, StrategyParameters
-from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS
-from sluice_core.slo import ROUTER_WAIT_LIMIT_S
+from sluice_core.records import IterationShape, Role
+from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
+from sluice_core.sim.sim_setup import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS
+from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune import search as searching
 from sluice_operator.autotune.engine_facts import (
@@ -33,7 +34,8 @@ from sluice_operator.autotune.search import (
     make_sliders,
     make_space,
 )
-from sluice_operator.autotune.search_messages import SearchResult, make_constraints
+from sluice_operator.autotune.search_constraints import make_constraints
+from sluice_operator.autotune.search_messages import SearchResult
 from sluice_operator.autotune.workload import (
     MAX_REQUESTS,
     MIN_REQUESTS,

@@ -16,7 +16,7 @@ from sluice.v1 import control_pb2
 from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.planning.slider_space import SliderCandidate
 from sluice_core.scheduling.engine_table import PROVEN_OBSERVATIONS
-from sluice_core.slo import ROUTER_WAIT_LIMIT_S
+from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
 from sluice_core.strategies import STRATEGIES
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders, resolve_sliders
@@ -320,8 +320,8 @@ async def test_a_search_that_cannot_be_made_says_why() -> None:
 
 async def test_a_search_that_eats_memory_ends_alone_and_says_so() -> None:
     program = (
-        "from sluice_operator.autotune import search\n"
-        "search.search = lambda request: bytearray(search.MAX_MEMORY_BYTES)\n"
+        "from sluice_operator.autotune import search, search_process\n"
+        "search.search = lambda request: bytearray(search_process.MAX_MEMORY_BYTES)\n"
         "search.main()"
     )
     with pytest.raises(SearchError, match="needs more than 384 MiB; narrow"):

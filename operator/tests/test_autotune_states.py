@@ -12,19 +12,18 @@ from sluice_core.slo import SloCounts
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune import decision
-from sluice_operator.autotune.decision import (
+from sluice_operator.autotune.condition import describe_status
+from sluice_operator.autotune.decision import MIN_GAIN, RETRY_S
+from sluice_operator.autotune.search_constraints import make_constraints
+from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
+from sluice_operator.autotune.stored_sliders import StoredSliders, StoredTrial
+from sluice_operator.autotune.trial import (
     HISTORY_COOLDOWNS,
     MAX_TRIAL_COOLDOWNS,
-    MIN_GAIN,
     MIN_MEASURED_REQUESTS,
-    RETRY_S,
-    AutotuneTrial,
-    StoredSliders,
-    StoredTrial,
-    TunerObservation,
-    TunerState,
+    has_attainment_fallen,
 )
-from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
+from sluice_operator.autotune.tuner_state import AutotuneTrial, TunerObservation, TunerState
 from sluice_operator.autotune.workload import WINDOW_S, WorkloadSample
 
 NOW = 10_000.0
@@ -78,7 +77,7 @@ def put_on_trial(**changes: object) -> TunerState:
 
 
 def reason_of(state: TunerState, observation: TunerObservation) -> Reason:
-    return decision.describe_status(state, observation).reason
+    return describe_status(state, observation).reason
 
 
 # --- when sliders go on trial --------------------------------------------------------------------------------------
@@ -113,7 +112,7 @@ def test_better_sliders_go_on_trial_with_what_was_measured_before_them() -> None
 def test_sliders_stay_and_the_condition_says_why(state, observation, reason) -> None:
     after = decision.decide(state, observation)
     assert (after.tuned, after.trial) == (state.tuned, None)
-    status = decision.describe_status(after, observation)
+    status = describe_status(after, observation)
     assert (status.reason, status.is_true) == (reason, reason is Reason.TUNED)
     assert status.message
 
@@ -234,7 +233,7 @@ def test_a_trial_that_is_too_old_is_lost() -> None:
 )
 def test_attainment_has_fallen_beyond_two_points_and_two_standard_errors(before, after, has_fallen) -> None:
     counts = [SloCounts(num_finished=finished, num_met_both=met) for finished, met in (before, after)]
-    assert decision.has_attainment_fallen(*counts) is has_fallen
+    assert has_attainment_fallen(*counts) is has_fallen
 
 
 # --- searches ------------------------------------------------------------------------------------------------------
@@ -427,8 +426,8 @@ def test_sliders_come_back_from_one_engine_and_from_none_as_they_were() -> None:
 )
 def test_the_condition_names_the_strategy_where_it_is_the_tuners_to_choose(tuned, words) -> None:
     state = make_state(tuned=tuned)
-    plain = decision.describe_status(state, observe())
-    auto = decision.describe_status(state, observe(chooses_strategy=True))
+    plain = describe_status(state, observe())
+    auto = describe_status(state, observe(chooses_strategy=True))
     assert auto == replace(plain, message=plain.message + words)
 
 
@@ -477,7 +476,7 @@ def test_a_trial_is_judged_though_nothing_can_be_searched() -> None:
 def test_the_condition_says_what_holds(state, observation, reason, is_true, part) -> None:
     if reason is Reason.MEASURING:
         observation = replace(observation, counts=SloCounts())
-    status = decision.describe_status(state, observation)
+    status = describe_status(state, observation)
     assert (status.reason, status.is_true) == (reason, is_true)
     assert part in status.message
 

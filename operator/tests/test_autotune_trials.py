@@ -10,11 +10,8 @@ from autotune_harness import BOUNDS, COOLDOWN_S, FOR_LONG, FOR_SHORT, LONG, SHOR
 from sluice_core.slo import SloCounts
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.autotune import decision
-from sluice_operator.autotune.decision import (
-    StoredSliders,
-    StoredTrial,
-    has_attainment_fallen,
-)
+from sluice_operator.autotune.stored_sliders import StoredSliders, StoredTrial
+from sluice_operator.autotune.trial import MAX_TRIAL_COOLDOWNS, has_attainment_fallen
 
 
 def test_sliders_return_when_attainment_falls_and_are_not_tried_again_for_the_same_question() -> None:
@@ -41,7 +38,7 @@ def test_a_trial_without_a_verdict_is_lost_after_some_cool_downs(*, is_settled: 
     plant.run(20)
     assert plant.reason is Reason.ON_TRIAL
     plant.is_settled = is_settled
-    for _ in range(int(decision.MAX_TRIAL_COOLDOWNS * COOLDOWN_S)):
+    for _ in range(int(MAX_TRIAL_COOLDOWNS * COOLDOWN_S)):
         plant.now += 1.0
         plant.state = decision.decide(plant.state, plant.observe())
     assert plant.state.trial is None
@@ -54,7 +51,7 @@ def test_a_trial_with_short_cool_downs_has_time_for_its_verdict() -> None:
     plant.run(20)
     assert plant.reason is Reason.ON_TRIAL
     # The state is looked at every few seconds only.
-    plant.now += decision.MAX_TRIAL_COOLDOWNS + 1.0
+    plant.now += MAX_TRIAL_COOLDOWNS + 1.0
     plant.state = decision.decide(plant.state, plant.observe())
     plant.run(10)
     assert (plant.sliders, plant.reason) == (FOR_LONG, Reason.TUNED)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 from cluster_harness import KEY, World
 
-from sluice_operator.api.names import ROLE_LABEL
+from sluice_operator.api.labels import ROLE_LABEL
 from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.controller.work_queue import EVENT_PAUSE_S, MAX_BACKOFF_S, Schedule
+from sluice_operator.kubernetes.errors import BusyError, ConflictError, KubernetesError
 from sluice_operator.kubernetes.interceptors import InterceptedKubernetes
-from sluice_operator.kubernetes.interface import BusyError, ConflictError, KubernetesError
 from sluice_operator.kubernetes.retry import MAX_ATTEMPTS, Retry
 
 if TYPE_CHECKING:

@@ -281,7 +281,7 @@ def flatten_file(rules: list[dict[str, list[str]]]) -> set[tuple[str, str, str]]
 
 
 def test_rights_are_those_of_the_code_and_no_others() -> None:
-    access = yaml.safe_load((CHART / "files" / "access.yaml").read_text())
+    access = yaml.safe_load((CHART / "files" / "rbac_rules.yaml").read_text())
     assert set(access) == {"clusters", "lease", "nodes"}
     assert flatten_file(access["clusters"]) == flatten_code(RULES)
     assert flatten_file(access["lease"]) == flatten_code(LEASE_RULES)

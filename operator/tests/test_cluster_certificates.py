@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from children_harness import SETTINGS, check, engine_template, render, router_template
 from cluster_harness import World
-from desired_harness import SETTINGS, check, engine_template, render, router_template
 
 from sluice_operator.api.condition_types import Reason
-from sluice_operator.api.names import COMPONENT_LABEL, ROUTER
+from sluice_operator.api.labels import COMPONENT_LABEL
+from sluice_operator.api.names import ROUTER
 from sluice_operator.controller.preconditions import check_cluster
-from sluice_operator.kubernetes.interface import CERTIFICATES, CLUSTERS, DEPLOYMENTS, PODS, kind_of
-from sluice_operator.resources.desired import RenderInputs, key_of, render_children
+from sluice_operator.kubernetes.kinds import CERTIFICATES, CLUSTERS, DEPLOYMENTS, PODS, kind_of
+from sluice_operator.resources.children import RenderInputs, key_of, render_children
 from sluice_operator.settings import OperatorSettings
 
 KEYS = {"mode": "APIKey", "apiKey": {"secretName": "keys"}}

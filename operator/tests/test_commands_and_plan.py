@@ -12,7 +12,7 @@ from sluice_core.records import EngineId, Role
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.model_identity import identify_model
 from sluice_operator.planning.plan_message import render_plan
-from sluice_operator.resources.commands import (
+from sluice_operator.resources.command_lines import (
     EngineSite,
     RouterSite,
     render_engine_command,

@@ -16,13 +16,8 @@ from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune.search_messages import SearchResult
-from sluice_operator.controller.conditions import (
-    MAX_MESSAGE_CHARACTERS,
-    decide_conditions,
-    is_warning,
-    list_transitions,
-)
-from sluice_operator.controller.events import render_event
+from sluice_operator.controller.conditions import MAX_MESSAGE_CHARACTERS, decide_conditions
+from sluice_operator.controller.events import is_warning, list_transitions, render_event
 from sluice_operator.controller.status import make_patch, render_status
 from sluice_operator.controller.status_inputs import StatusInputs
 from sluice_operator.planning.scale_down import ScaleDecision

@@ -9,8 +9,8 @@ import pytest
 
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_operator.api.names import ClusterKey
-from sluice_operator.routers import connections
-from sluice_operator.routers.connections import RESTART_S, RouterConnections
+from sluice_operator.routers import connection_table
+from sluice_operator.routers.connection_table import RESTART_S, RouterConnections
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -75,7 +75,7 @@ class Table:
 
 @pytest.fixture(params=[None])
 async def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Table]:
-    monkeypatch.setattr(connections, "RouterConnection", PlayedConnection)
+    monkeypatch.setattr(connection_table, "RouterConnection", PlayedConnection)
     monkeypatch.setattr(PlayedConnection, "made", [])
     async with asyncio.TaskGroup() as group:
         made = Table(group, request.param)
@@ -166,7 +166,7 @@ async def test_a_connection_that_fails_is_opened_again(table: Table, monkeypatch
         slept_s.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr(connections.asyncio, "sleep", note)
+    monkeypatch.setattr(connection_table.asyncio, "sleep", note)
     table.connections.set_routers(KEY, {"r1": "10.0.0.1"})
     (connection,) = PlayedConnection.made
     connection.failures = [ValueError("a mistake"), ValueError("another")]

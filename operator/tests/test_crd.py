@@ -16,9 +16,11 @@ from pydantic.alias_generators import to_camel
 from verdicts import Case, make_manifest, merge, read_table, validate
 
 from sluice_core.strategies import DEFAULT_STRATEGY, STRATEGIES
-from sluice_operator.api import cross_field_rules, names
+from sluice_core.strategy_parameters import PARAMETERS, StrategyParameters, format_parameters
+from sluice_operator.api import cross_field_rules
 from sluice_operator.api.condition_types import REASONS, ConditionType
 from sluice_operator.api.manifest import ManifestError, check_manifest
+from sluice_operator.api.ports import GRPC_PORT
 from sluice_operator.api.serving_cluster import ServingCluster
 from sluice_operator.api.sliders import AUTO
 
@@ -36,10 +38,11 @@ def test_strategies_and_their_parameters_are_those_of_the_cores_rows():
     assert spec["strategy"]["default"] == DEFAULT_STRATEGY.title
     rows = {to_camel(row.name): row for strategy in STRATEGIES.values() for row in strategy.parameters}
     assert set(spec["parameters"]["properties"]) == set(rows)
+    defaults = format_parameters(PARAMETERS, StrategyParameters())
     for name, row in rows.items():
         field = spec["parameters"]["properties"][name]
         # YAML reads a bare Off as false, so manifests say Disabled.
-        assert str(field["default"]) == {"Off": "Disabled"}.get(row.default, row.default), name
+        assert str(field["default"]) == {"Off": "Disabled"}.get(defaults[row.name], defaults[row.name]), name
         if row.choices:
             assert field["enum"] == [*(["Disabled"] if "Off" in row.choices else []), *row.choices]
         else:
@@ -152,7 +155,7 @@ def test_the_crd_names_the_ports_of_the_pods() -> None:
     assert {int(port) for port in listed[1].split(", ")} == set(cross_field_rules.ENGINE_PORTS)
     assert {int(port) for port in re.findall(r"[0-9]+", range_rule["message"])} == set(cross_field_rules.ENGINE_PORTS)
     (service_rule,) = (rule["rule"] for path, rule in RULES if path.endswith("service.port"))
-    assert service_rule == f"self != {names.GRPC_PORT}"
+    assert service_rule == f"self != {GRPC_PORT}"
 
 
 @pytest.mark.parametrize(("path", "rule"), RULES, ids=[f"{path}: {rule['message']}" for path, rule in RULES])

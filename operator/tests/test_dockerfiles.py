@@ -21,8 +21,8 @@ from fake_kubernetes import make_cluster
 
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.resources.engine_deployment import render_engines
-from sluice_operator.resources.pods.containers import CONTAINER_SECURITY, TMP_MOUNT
-from sluice_operator.resources.pods.pod_defaults import POD_SECURITY
+from sluice_operator.resources.pods.containers import TMP_MOUNT
+from sluice_operator.resources.pods.security_context import CONTAINER_SECURITY, POD_SECURITY
 from sluice_operator.resources.router_deployment import render_routers
 from sluice_operator.settings import OperatorSettings
 

@@ -26,17 +26,17 @@ from test_operator_faults import Crash
 from tuner_harness import BOUNDS, make_samples
 
 from sluice.v1 import control_pb2
-from sluice_operator.api.names import DEFAULT_IMAGE_ANNOTATION, ROLLOUT_ANNOTATION, TEMPLATE_ANNOTATION
+from sluice_operator.api.labels import DEFAULT_IMAGE_ANNOTATION, ROLLOUT_ANNOTATION, TEMPLATE_ANNOTATION
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autoscaling.capacity_messages import CapacityPoint, CapacityRequest, CapacityResult
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 from sluice_operator.autotune.search_process import SearchError
-from sluice_operator.kubernetes.interface import BusyError, ConflictError, ForbiddenError
+from sluice_operator.kubernetes.errors import BusyError, ConflictError, ForbiddenError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 RECORD = Path(__file__).with_name("drawn_clusters.json")
 NUM_LIVES = 10

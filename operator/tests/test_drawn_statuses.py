@@ -27,11 +27,12 @@ from sluice_core.slo import SloCounts
 from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders
-from sluice_operator.autoscaling.scaler import ScaleStatus, apply_replicas
+from sluice_operator.autoscaling.condition import ScaleStatus
+from sluice_operator.autoscaling.scaler import apply_replicas
 from sluice_operator.autoscaling.stored_scale import StoredScale
-from sluice_operator.autotune.decision import AutotuneStatus
+from sluice_operator.autotune.condition import AutotuneStatus
 from sluice_operator.autotune.search_messages import SearchResult
-from sluice_operator.controller.conditions import is_warning, list_transitions
+from sluice_operator.controller.events import is_warning, list_transitions
 from sluice_operator.controller.status import make_patch, render_status, strip_measurements
 from sluice_operator.controller.status_inputs import StatusInputs
 from sluice_operator.planning.plan_message import render_plan

@@ -21,10 +21,10 @@ from sluice.v1 import control_pb2
 from sluice_core.slo import SloCounts
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders, resolve_sliders
-from sluice_operator.autotune.decision import StoredSliders
 from sluice_operator.autotune.engine_facts import COEFFICIENTS
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 from sluice_operator.autotune.search_process import SearchError
+from sluice_operator.autotune.stored_sliders import StoredSliders
 from sluice_operator.autotune.tuner import Tuner, TunerInputs
 
 if TYPE_CHECKING:

@@ -14,17 +14,8 @@ from kubernetes.aio.client.configuration import Configuration
 
 from sluice_operator.kubernetes import client as client_module
 from sluice_operator.kubernetes.client import KubernetesClient
-from sluice_operator.kubernetes.interface import (
-    CLUSTERS,
-    DEPLOYMENTS,
-    PODS,
-    SERVICE_MONITORS,
-    BusyError,
-    ConflictError,
-    ForbiddenError,
-    InvalidError,
-    NotFoundError,
-)
+from sluice_operator.kubernetes.errors import BusyError, ConflictError, ForbiddenError, InvalidError, NotFoundError
+from sluice_operator.kubernetes.kinds import CLUSTERS, DEPLOYMENTS, PODS, SERVICE_MONITORS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

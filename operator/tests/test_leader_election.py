@@ -8,7 +8,8 @@ import pytest
 from fake_kubernetes import FakeKubernetes
 
 from sluice_operator.controller.leader_election import LEASE_S, RENEW_DEADLINE_S, RENEW_S, RETRY_S, LeaderElector
-from sluice_operator.kubernetes.interface import LEASES, BusyError, LeaseLostError
+from sluice_operator.kubernetes.errors import BusyError, LeaseLostError
+from sluice_operator.kubernetes.kinds import LEASES
 
 
 class Clock:

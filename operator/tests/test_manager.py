@@ -26,7 +26,8 @@ from sluice_operator.controller import manager
 from sluice_operator.controller.informer import Informer, find_key, make_settings
 from sluice_operator.controller.manager import STATUS_DEBOUNCE_S, Operator, StoppedError
 from sluice_operator.health import MAX_QUEUE_AGE_S, Health
-from sluice_operator.kubernetes.interface import CLUSTERS, DEPLOYMENTS, NODES, BusyError, ForbiddenError, LeaseLostError
+from sluice_operator.kubernetes.errors import BusyError, ForbiddenError, LeaseLostError
+from sluice_operator.kubernetes.kinds import CLUSTERS, DEPLOYMENTS, NODES
 from sluice_operator.kubernetes.rbac import WATCHED
 from sluice_operator.logs import ObjectFilter, current_object, make_formatter
 from sluice_operator.metrics import OperatorMetrics

@@ -8,12 +8,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from children_harness import engine_template, router_template
 from cluster_harness import World
-from desired_harness import engine_template, router_template
 
 from sluice_operator.api.model_identity import identify_model, needs_resolution
 from sluice_operator.api.spec.model_spec import ModelSpec
-from sluice_operator.kubernetes.interface import CONFIG_MAPS, PODS
+from sluice_operator.kubernetes.kinds import CONFIG_MAPS, PODS
 from sluice_operator.resources.pods.model_volume import RESOLVE_PROGRAM
 
 if TYPE_CHECKING:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from children_harness import engine_template, router_template
 from cluster_harness import World
-from desired_harness import engine_template, router_template
 
+from sluice_operator.api.labels import COMPONENT_LABEL, MODEL_LABEL
 from sluice_operator.api.model_identity import identify_model
-from sluice_operator.api.names import COMPONENT_LABEL, MODEL_LABEL
 from sluice_operator.api.spec.model_spec import ModelSpec
 from sluice_operator.api.spec.rollout_spec import RolloutSpec
-from sluice_operator.kubernetes.interface import PODS, SERVICES
+from sluice_operator.kubernetes.kinds import PODS, SERVICES
 from sluice_operator.planning.model_switch import SplitStep, split_fleet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 VOLUME = {"persistentVolumeClaim": {"claimName": "models", "path": "tiny"}}
 OLD = identify_model(ModelSpec(name="tiny", source=VOLUME))

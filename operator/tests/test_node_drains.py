@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from sluice_core.records import EngineId
 from sluice_operator.api.names import ClusterKey
-from sluice_operator.kubernetes.interface import NODES, PODS
-from sluice_operator.planning.leaving_engines import choose_leaving
+from sluice_operator.kubernetes.kinds import NODES, PODS
+from sluice_operator.planning.node_drains import choose_leaving
 from sluice_operator.planning.node_notices import ANNOUNCEMENTS, CORDON, NodeNotices, read_notice
 from sluice_operator.resources.pods.pod_status import Pod, read_pod
 

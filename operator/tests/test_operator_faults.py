@@ -11,17 +11,10 @@ from fake_kubernetes import READS, FakeKubernetes, copy_object
 
 from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.kubernetes.client import METHODS
+from sluice_operator.kubernetes.errors import BusyError, ConflictError, KubernetesError, LeaseLostError
 from sluice_operator.kubernetes.fencing import LeaseFence
 from sluice_operator.kubernetes.interceptors import InterceptedKubernetes
-from sluice_operator.kubernetes.interface import (
-    CONFIG_MAPS,
-    KINDS,
-    BusyError,
-    ConflictError,
-    Kind,
-    KubernetesError,
-    LeaseLostError,
-)
+from sluice_operator.kubernetes.kinds import CONFIG_MAPS, KINDS, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable

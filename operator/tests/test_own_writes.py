@@ -11,16 +11,16 @@ from cluster_harness import KEY, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice_operator.api.names import ROLE_LABEL
+from sluice_operator.api.labels import ROLE_LABEL
 from sluice_operator.controller.cluster_state import DEFER_S, MAX_DEFER_S
 from sluice_operator.controller.event_filter import EventFilter
 from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.controller.work_queue import WorkQueue
-from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS, PODS, Kind
+from sluice_operator.kubernetes.kinds import CLUSTERS, CONFIG_MAPS, PODS, Kind
 from sluice_operator.kubernetes.own_writes import OwnWrites, Version, merge_patch, read_version
 
 if TYPE_CHECKING:
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 NAME = "m"
 PATCH: Object = {"metadata": {"labels": {"role": "p"}}, "data": {"plan": "2"}}

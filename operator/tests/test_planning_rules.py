@@ -12,12 +12,13 @@ from fake_kubernetes import make_cluster
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_operator.api import names
+from sluice_operator.api.labels import GENERATION_ANNOTATION, TUNED_ANNOTATION
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.model_identity import REVISION_KEY_PREFIX, identify_model
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.api.spec.model_spec import ModelSpec
 from sluice_operator.api.spec.rollout_spec import RolloutGateSpec
-from sluice_operator.autotune.decision import StoredSliders
+from sluice_operator.autotune.stored_sliders import StoredSliders
 from sluice_operator.planning.model_switch import (
     ModelSwitch,
     choose_router_model,
@@ -26,7 +27,8 @@ from sluice_operator.planning.model_switch import (
     has_routers,
     is_split,
 )
-from sluice_operator.planning.plan import StoredPlan, make_plan, read_plan, resolve_revisions, write_plan, write_switch
+from sluice_operator.planning.plan import make_plan, resolve_revisions
+from sluice_operator.planning.plan_store import StoredPlan, read_plan, write_plan, write_switch
 from sluice_operator.planning.rollout_gate import CHECK_INTERVAL_S, RollFacts, decide_gate
 from sluice_operator.resources.pods.pod_status import Pod
 from sluice_operator.resources.rollout_state import RolloutState
@@ -165,7 +167,7 @@ TUNED = StoredSliders(
 
 
 def store(plan: plan_pb2.Plan, *, generation: str = "", **data: str) -> dict[str, Any]:
-    annotations = {names.GENERATION_ANNOTATION: generation, names.TUNED_ANNOTATION: TUNED.to_json()}
+    annotations = {GENERATION_ANNOTATION: generation, TUNED_ANNOTATION: TUNED.to_json()}
     return {
         "metadata": {"name": "plan", "annotations": annotations},
         "data": {names.PLAN_FILE: write_plan(plan), **data},

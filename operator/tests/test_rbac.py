@@ -6,7 +6,7 @@ from cluster_harness import World
 from fake_kubernetes import FakeKubernetes
 
 from sluice_operator.controller.leader_election import LeaderElector
-from sluice_operator.kubernetes.interface import CLUSTERS, KINDS, SERVICES
+from sluice_operator.kubernetes.kinds import CLUSTERS, KINDS, SERVICES
 from sluice_operator.kubernetes.rbac import LEASE_RULES, NODE_RULES, RULES, WATCHED
 
 # RBAC verbs of each verb of the port. Discovery is open to everybody who is authenticated.

@@ -6,13 +6,7 @@ import pytest
 from cluster_harness import KEY, World
 from fake_kubernetes import make_cluster
 
-from sluice_operator.kubernetes.interface import (
-    CLUSTERS,
-    CONFIG_MAPS,
-    DEPLOYMENTS,
-    DISRUPTION_BUDGETS,
-    SERVICES,
-)
+from sluice_operator.kubernetes.kinds import CLUSTERS, CONFIG_MAPS, DEPLOYMENTS, DISRUPTION_BUDGETS, SERVICES
 
 
 async def test_a_foreign_child_with_our_name_is_refused_and_left_alone() -> None:

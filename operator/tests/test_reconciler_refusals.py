@@ -8,11 +8,8 @@ from fake_kubernetes import make_cluster
 
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.controller.preconditions import judge_spec
-from sluice_operator.kubernetes.interface import (
-    PODS,
-    ForbiddenError,
-    InvalidError,
-)
+from sluice_operator.kubernetes.errors import ForbiddenError, InvalidError
+from sluice_operator.kubernetes.kinds import PODS
 from sluice_operator.settings import OperatorSettings
 
 GOOD, BAD = make_cluster(replicas=2), make_cluster(replicas=-1)

@@ -16,9 +16,9 @@ import pytest
 import yaml
 from fake_kubernetes import make_cluster
 
-from sluice_operator.api import names
+from sluice_operator.api.labels import APPLIED_HASH_ANNOTATION, RESTART_HASH_ANNOTATION, TEMPLATE_ANNOTATION
 from sluice_operator.api.manifest import check_manifest
-from sluice_operator.resources.desired import RenderInputs, render_children
+from sluice_operator.resources.children import RenderInputs, render_children
 from sluice_operator.resources.rollout_state import RolloutState
 from sluice_operator.settings import OperatorSettings
 
@@ -154,7 +154,7 @@ INPUTS = {
     "secured": {"roll": RolloutState(target_hash="t", good_template={"spec": {}}, num_passed=1), "engine_replicas": 9},
     "one engine": {"engine_replicas": 1},
 }
-HASHES = (names.APPLIED_HASH_ANNOTATION, names.RESTART_HASH_ANNOTATION, names.TEMPLATE_ANNOTATION)
+HASHES = (APPLIED_HASH_ANNOTATION, RESTART_HASH_ANNOTATION, TEMPLATE_ANNOTATION)
 
 
 def render(name: str) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def test_hashes_follow_from_what_they_are_of() -> None:
     content["spec"]["router"] = {"replicas": 3}
     edited = render_children(check_manifest(content), inputs, SETTINGS)
     hashes = [
-        [child["metadata"]["annotations"][names.APPLIED_HASH_ANNOTATION] for child in children]
+        [child["metadata"]["annotations"][APPLIED_HASH_ANNOTATION] for child in children]
         for children in (plain, again, edited)
     ]
     assert hashes[0] == hashes[1]

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 from cluster_harness import World
 
+from sluice_operator.kubernetes.errors import BusyError, ConflictError, ForbiddenError, KubernetesError, LeaseLostError
 from sluice_operator.kubernetes.fencing import LeaseFence
 from sluice_operator.kubernetes.interceptors import InterceptedKubernetes
-from sluice_operator.kubernetes.interface import (
-    CONFIG_MAPS,
-    PODS,
-    BusyError,
-    ConflictError,
-    ForbiddenError,
-    KubernetesError,
-    LeaseLostError,
-    Object,
-)
+from sluice_operator.kubernetes.kinds import CONFIG_MAPS, PODS
 from sluice_operator.kubernetes.retry import MAX_ATTEMPTS, MAX_SLOW_ATTEMPTS, PAUSE_S, Retry
+
+if TYPE_CHECKING:
+    from sluice_operator.kubernetes.objects import Object
 
 MAP: Object = {
     "apiVersion": "v1",

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_operator.api import names
+from sluice_operator.api.labels import GENERATION_ANNOTATION
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import resolve_sliders
-from sluice_operator.planning.plan import StoredPlan, make_plan, read_plan, write_plan
-from sluice_operator.planning.scale_down import ScaleDecision, decide_scale
-from sluice_operator.planning.victims import RemovableEngine, choose_victims
+from sluice_operator.planning.plan import make_plan
+from sluice_operator.planning.plan_store import StoredPlan, read_plan, write_plan
+from sluice_operator.planning.scale_down import RemovableEngine, ScaleDecision, choose_victims, decide_scale
 from sluice_operator.resources.pods.pod_status import Pod
 from sluice_operator.routers.engine_reports import EngineReport
 
@@ -263,7 +264,7 @@ def test_the_highest_number_that_a_config_map_names_counts(
     annotation: str, generation: int | None, uid: str, number: int
 ) -> None:
     text = "{" if generation is None else write_plan(plan_pb2.Plan(generation=generation, cluster_uid=uid))
-    annotations = {names.GENERATION_ANNOTATION: annotation}
+    annotations = {GENERATION_ANNOTATION: annotation}
     stored = read_plan({"metadata": {"annotations": annotations}, "data": {names.PLAN_FILE: text}}, "u")
     assert stored.generation == number
     assert (stored.plan is not None) == (generation is not None and uid == "u")

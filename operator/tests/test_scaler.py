@@ -13,11 +13,11 @@ from test_operator_faults import Crash, CrashOnce
 from tuner_harness import BOUNDS
 
 from sluice.v1 import control_pb2
-from sluice_operator.api.names import SCALE_ANNOTATION
+from sluice_operator.api.labels import SCALE_ANNOTATION
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autoscaling.stored_scale import StoredScale
 from sluice_operator.autotune.search_process import SearchError
-from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS
+from sluice_operator.kubernetes.kinds import CLUSTERS, CONFIG_MAPS
 
 
 async def test_recommend_writes_the_status_and_changes_no_engine() -> None:

@@ -12,10 +12,11 @@ from test_operator_faults import Crash, CrashOnce
 from tuner_harness import APPLY, FOUND, FOUND_FLOWPREFILL, make_answer, make_samples
 
 from sluice.v1 import control_pb2
-from sluice_operator.api.names import TUNED_ANNOTATION
+from sluice_operator.api.labels import TUNED_ANNOTATION
 from sluice_operator.autotune.engine_facts import MeasuredEngineFacts
 from sluice_operator.autotune.search_process import SearchError
-from sluice_operator.kubernetes.interface import CLUSTERS, CONFIG_MAPS, ForbiddenError
+from sluice_operator.kubernetes.errors import ForbiddenError
+from sluice_operator.kubernetes.kinds import CLUSTERS, CONFIG_MAPS
 
 if TYPE_CHECKING:
     from sluice_operator.autotune.search_messages import SearchRequest, SearchResult

@@ -6,7 +6,8 @@ from sluice.v1 import control_pb2
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
-from sluice_operator.autotune.search_messages import SearchRequest, SearchResult, make_constraints
+from sluice_operator.autotune.search_constraints import make_constraints
+from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 from sluice_operator.autotune.workload import WorkloadSample
 
 BOUNDS = {

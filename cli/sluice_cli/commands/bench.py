@@ -28,9 +28,10 @@ from sluice_cli.errors import as_command_error
 from sluice_cli.output.bench_table import make_comparison_report, make_markdown, make_strategy_table
 from sluice_cli.output.console import make_console
 from sluice_cli.output.progress import show_progress
+from sluice_cli.simulation.comparison_file import ComparisonFile, ComparisonSettings
 from sluice_cli.simulation.plan_inputs import PlanFlags
 from sluice_cli.simulation.strategy_cells import StrategyCell, load_cells, make_own_cell
-from sluice_cli.simulation.strategy_comparison import ComparisonFile, ComparisonSettings, compare_strategies
+from sluice_cli.simulation.strategy_comparison import compare_strategies
 from sluice_core.strategies import STRATEGIES
 from sluice_operator.api.manifest import parse_manifest
 

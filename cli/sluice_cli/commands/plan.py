@@ -31,7 +31,7 @@ from sluice_cli.output.plan_report import make_plan_report, make_plan_summary
 from sluice_cli.output.progress import show_progress
 from sluice_cli.simulation.plan_inputs import PlanFlags, make_inputs
 from sluice_cli.simulation.plan_search import search_plan
-from sluice_cli.simulation.trace_files import read_trace
+from sluice_cli.simulation.trace_cache import read_trace
 from sluice_core.planning.slider_search import SearchEffort
 from sluice_operator.api.manifest import parse_manifest
 

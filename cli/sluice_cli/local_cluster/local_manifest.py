@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from sluice.certificates import CertificateError, read_certificates
 from sluice_operator.api import names
 from sluice_operator.api.manifest import ManifestProblem
-from sluice_operator.resources.certificates import describe_security
+from sluice_operator.resources.pods.secrets import describe_security
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.resources.commands import Security
+    from sluice_operator.resources.command_lines import Security
 
 
 def find_model(manifest: ServingCluster, home: Path, volumes: Mapping[str, Path]) -> Path:

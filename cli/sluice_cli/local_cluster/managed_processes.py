@@ -12,7 +12,7 @@ from sluice.v1 import control_pb2
 from sluice_cli.local_cluster.cluster_directory import ProcessRecord, read_start_time
 from sluice_cli.local_cluster.cluster_status import pick_engine_status
 from sluice_cli.local_cluster.endpoints import list_ports
-from sluice_operator.routers.connection import ControlTls
+from sluice_operator.routers.router_connection import ControlTls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from sluice.v1 import plan_pb2
     from sluice_cli.processes.supervisor import SupervisedProcess
     from sluice_core.records import EngineId
-    from sluice_operator.resources import commands
-    from sluice_operator.routers.connection import RouterConnection
+    from sluice_operator.resources import command_lines
+    from sluice_operator.routers.router_connection import RouterConnection
 
 SERVING = (control_pb2.ENGINE_STATE_READY, control_pb2.ENGINE_STATE_DRAINING)
 
@@ -38,7 +38,7 @@ class ManagedEngine:
         stale_epoch: Epoch of the process before the present one; a status that names it is old.
     """
 
-    site: commands.EngineSite
+    site: command_lines.EngineSite
     process: SupervisedProcess
     spec_hash: str
     last_epoch: int = 0
@@ -59,12 +59,12 @@ class ManagedRouter:
         drain_timeout_s: Longest time that its answers under way take to end once it stops, in seconds.
     """
 
-    site: commands.RouterSite
+    site: command_lines.RouterSite
     process: SupervisedProcess
     spec_hash: str
     link: RouterConnection
     link_task: asyncio.Task[None]
-    security: commands.Security
+    security: command_lines.Security
     drain_timeout_s: float
 
 
@@ -125,7 +125,7 @@ def list_processes(
     ]
 
 
-def make_control_tls(security: commands.Security) -> ControlTls | None:
+def make_control_tls(security: command_lines.Security) -> ControlTls | None:
     """Makes the TLS settings of a router's control port; None: nothing is encrypted."""
     if security.peer_tls is None or security.router_name is None:
         return None

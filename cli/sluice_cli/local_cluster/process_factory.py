@@ -11,9 +11,9 @@ from sluice_cli.local_cluster.managed_processes import ManagedEngine, ManagedRou
 from sluice_cli.processes.child_processes import LaunchSpec
 from sluice_cli.processes.supervisor import SupervisedProcess
 from sluice_operator.api import names
-from sluice_operator.resources import commands
+from sluice_operator.resources import command_lines
 from sluice_operator.resources.pods.pod_status import ENGINE_REFUSAL_EXIT_CODES
-from sluice_operator.routers.connection import RouterConnection
+from sluice_operator.routers.router_connection import RouterConnection
 
 if TYPE_CHECKING:
     import asyncio
@@ -118,23 +118,23 @@ class ProcessFactory:
         """Whether a router runs as the manifest says, at the ports that it has."""
         return router.process.launch == self._make_router_launch(manifest, name, router.site)
 
-    def describe_security(self, manifest: ServingCluster, component: str) -> commands.Security:
+    def describe_security(self, manifest: ServingCluster, component: str) -> command_lines.Security:
         """Says where a component finds its keys and certificates."""
         return describe_local_security(manifest, component, self.find_secret)
 
-    def _make_router_launch(self, manifest: ServingCluster, name: str, site: commands.RouterSite) -> LaunchSpec:
+    def _make_router_launch(self, manifest: ServingCluster, name: str, site: command_lines.RouterSite) -> LaunchSpec:
         security = self.describe_security(manifest, names.ROUTER)
         return LaunchSpec(
-            command=tuple(commands.render_router_command(manifest.spec, site, security)),
-            environment=commands.render_values(manifest.spec.router),
+            command=tuple(command_lines.render_router_command(manifest.spec, site, security)),
+            environment=command_lines.render_values(manifest.spec.router),
             log=self.directory.log_path(name),
         )
 
-    def _supervise_engine(self, manifest: ServingCluster, site: commands.EngineSite) -> SupervisedProcess:
+    def _supervise_engine(self, manifest: ServingCluster, site: command_lines.EngineSite) -> SupervisedProcess:
         security = self.describe_security(manifest, names.ENGINE)
         launch = LaunchSpec(
-            command=tuple(commands.render_engine_command(manifest.spec, site, security)),
-            environment=commands.render_engine_environment(manifest.spec),
+            command=tuple(command_lines.render_engine_command(manifest.spec, site, security)),
+            environment=command_lines.render_engine_environment(manifest.spec),
             log=self.directory.log_path(site.engine_id),
         )
         return self._supervise(site.engine_id, launch, "engine")

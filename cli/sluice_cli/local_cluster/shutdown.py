@@ -1,4 +1,4 @@
-"""Stops a cluster's launcher, waits for it, and kills processes that are left (``sluice down``)."""
+"""Stops a cluster's launcher, waits for it, and kills processes that a launcher left (``sluice down``)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import signal
 from typing import TYPE_CHECKING
 
 import psutil
+
+from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,3 +48,13 @@ def _send_again(process: psutil.Process) -> None:
         process.wait(timeout=0.5)
     except psutil.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
+
+
+def kill_leftovers(directory: ClusterDirectory, report: Callable[[str], None]) -> None:
+    """Kills processes that an earlier launcher left behind, if the kernel has not done so."""
+    for record in directory.read_processes():
+        process = record.find()
+        if process:
+            report(f"{record.name} of an earlier launcher still runs (process {process.pid}); it is killed")
+            process.kill()
+            process.wait()

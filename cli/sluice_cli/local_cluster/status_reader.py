@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sluice.certificate_rotation import CertificateFolder
 from sluice.certificates import CertificateError
 from sluice_cli.local_cluster.cluster_status import AutotuneSummary, ClusterStatus, make_cluster_status
-from sluice_operator.routers.connection import ControlTls, fetch_status
+from sluice_operator.routers.router_connection import ControlTls, fetch_status
 
 if TYPE_CHECKING:
     from sluice.v1 import control_pb2

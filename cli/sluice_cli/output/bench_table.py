@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from sluice_cli.simulation.strategy_comparison import CellFigures, StrategyFigures
+    from sluice_cli.simulation.comparison_file import CellFigures, StrategyFigures
 
 
 def compute_ratios(figures: CellFigures, names: Sequence[str]) -> dict[str, float]:

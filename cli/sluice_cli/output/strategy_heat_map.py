@@ -13,7 +13,7 @@ from sluice_cli.output.plan_charts import STYLE, to_svg
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sluice_cli.simulation.strategy_comparison import CellFigures
+    from sluice_cli.simulation.comparison_file import CellFigures
 
 _WORST_SHARE = 0.5  # of the best goodput: all below is equally bad
 _BRIGHT_SHARE = 0.8  # from here on numbers are written in black

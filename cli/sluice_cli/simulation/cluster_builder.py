@@ -9,7 +9,7 @@ from sluice_cli.simulation.simulation_settings import AHEAD
 from sluice_core.latency.measured_profiles import Assumptions, ProfileKind, load_model_on_gpu
 from sluice_core.latency.transfer import LINKS, LinkSpeed
 from sluice_core.records import EngineId, Role
-from sluice_core.sim.cell import Cell, EngineSetup, RouterSetup, SimOptions, TransferLink
+from sluice_core.sim.sim_setup import Cell, EngineSetup, RouterSetup, SimOptions, TransferLink
 from sluice_core.sim.traces import HASH_BLOCK_TOKENS
 from sluice_core.strategies import get_strategy
 

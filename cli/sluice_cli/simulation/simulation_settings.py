@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from sluice_core.latency.measured_profiles import ProfileKind
 from sluice_core.latency.transfer import LINKS
-from sluice_core.records import EarlyRejection, OverloadOrder, PrefillOrder, StrategyParameters
-from sluice_core.scheduling.baselines import PLACEMENTS
-from sluice_core.sim.cell import (
+from sluice_core.sim.sim_setup import (
     BLOCK_SIZE_TOKENS,
     MAX_BATCH_TOKENS,
     MAX_NUM_SEQS,
@@ -18,6 +16,8 @@ from sluice_core.sim.cell import (
     NoGrant,
     TtftEnd,
 )
+from sluice_core.strategies.placements import PLACEMENTS
+from sluice_core.strategy_parameters import EarlyRejection, OverloadOrder, PrefillOrder, StrategyParameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from sluice_core.sim import pickling  # noqa: F401 - clusters, trials and summaries go between processes
-from sluice_core.sim.cell import GC_THRESHOLD
+from sluice_core.sim.sim_setup import GC_THRESHOLD
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -2,7 +2,8 @@
 
 ``interface`` says what a latency model answers. ``online_latency_model`` fits one to the iterations that an engine
 measures; ``iteration_time`` has its terms as a table, which ``measured_profiles`` builds for a model
-(``known_models``) on a GPU (``known_gpus``). ``transfer`` knows links.
+(``known_models``) on a GPU (``known_gpus``). ``kv_capacity`` says what fits into its memory, ``transfer``
+knows links.
 """
 
 from sluice_core.latency.interface import LatencyModel, PrefillCoefficients, compute_attention_work

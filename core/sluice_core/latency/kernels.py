@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from sluice_core.latency.architecture import BYTES_PER_VALUE
 from sluice_core.latency.least_squares import Fit, fit_times
+from sluice_core.latency.model_architecture import BYTES_PER_VALUE
 
 NS = 1e-9
 _MEASURED_HEAD_SIZE = 128

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from sluice_core.latency.architecture import Architecture, read_architecture
 from sluice_core.latency.interface import UnknownModelError
+from sluice_core.latency.model_architecture import Architecture, read_architecture
 
 # Sizes: the models' config.json.
 MODELS: dict[str, Architecture] = {

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
-from sluice_core.latency.architecture import BYTES_PER_VALUE, Architecture
 from sluice_core.latency.interface import UnknownModelError
 from sluice_core.latency.iteration_time import (
     TABLE_STEP_TOKENS,
@@ -23,12 +22,11 @@ from sluice_core.latency.iteration_time import (
 from sluice_core.latency.kernels import NS, Kernels, interpolate, load_data, load_kernels
 from sluice_core.latency.known_gpus import find_gpu
 from sluice_core.latency.known_models import find_architecture, find_model
+from sluice_core.latency.kv_capacity import compute_kv_bytes_per_token, compute_kv_capacity_tokens
 from sluice_core.latency.least_squares import fit_times
+from sluice_core.latency.model_architecture import BYTES_PER_VALUE, Architecture, check_tensor_parallel
 
 TABLE_TOKENS = 16_384
-# Share of a GPU's memory that vLLM may fill, and what its activations take of it.
-MEMORY_SHARE = 0.9
-ACTIVATION_BYTES = 3_000_000_000
 
 
 class ProfileKind(StrEnum):
@@ -95,10 +93,10 @@ def load_model_on_gpu(
     """
     gpu = find_gpu(gpu)
     name, shape = find_model(model)
-    _check_tensor_parallel(name, shape, tensor_parallel)
+    check_tensor_parallel(name, shape, tensor_parallel)
     kind = kind or (ProfileKind.KERNELS if shape.has_gated_mlp else ProfileKind.DISTSERVE)
     kernels = _load_kernels(gpu)
-    kv_bytes_per_token = shape.compute_kv_bytes_per_token(tensor_parallel)
+    kv_bytes_per_token = compute_kv_bytes_per_token(shape, tensor_parallel)
     kv_capacity_tokens = compute_kv_capacity_tokens(shape, kernels.memory_bytes, tensor_parallel)
     if kind is ProfileKind.KERNELS:
         profile = build_kernel_profile(shape, kernels, tensor_parallel, assumptions)
@@ -117,36 +115,9 @@ def load_model_on_gpu(
     )
 
 
-def compute_kv_capacity_tokens(shape: Architecture, memory_bytes: int, tensor_parallel: int) -> int:
-    """Compute the tokens that an engine's KV cache holds.
-
-    Raises:
-        UnknownModelError: The weights do not fit.
-
-    Source: as vLLM sizes its cache: the share of the memory that it may fill, less weights and activations.
-    """
-    free_bytes = MEMORY_SHARE * memory_bytes * tensor_parallel - ACTIVATION_BYTES * tensor_parallel
-    room_bytes = free_bytes - shape.compute_weight_bytes()
-    if room_bytes <= 0:
-        raise UnknownModelError(
-            f"weights of {shape.compute_weight_bytes() / 1e9:.1f} GB do not fit into the {free_bytes / 1e9:.1f} GB of "
-            f"{tensor_parallel} GPU(s)"
-        )
-    return int(room_bytes / shape.compute_kv_bytes_per_token(tensor_parallel))
-
-
 @cache
 def _load_kernels(gpu: str) -> Kernels:
     return load_kernels(gpu)
-
-
-def _check_tensor_parallel(name: str, shape: Architecture, tensor_parallel: int) -> None:
-    divides = tensor_parallel >= 1 and shape.num_heads % tensor_parallel == 0
-    if not divides or max(shape.num_kv_heads, tensor_parallel) % min(shape.num_kv_heads, tensor_parallel):
-        raise UnknownModelError(
-            f"{name} has {shape.num_heads} heads and {shape.num_kv_heads} KV heads, "
-            f"which {tensor_parallel} GPUs cannot share"
-        )
 
 
 def build_kernel_profile(

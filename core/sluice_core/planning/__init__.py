@@ -2,5 +2,5 @@
 
 ``slider_space`` says what can be chosen, ``trials`` builds and simulates the cluster of a choice. ``slider_search``
 finds the best sliders of a cluster, ``planner`` the fewest GPUs for a rate. ``prediction`` says what to expect, and
-what its bottleneck is. Callers run the trials, in as many processes as they have.
+``bottleneck`` what is short. Callers run the trials, in as many processes as they have.
 """

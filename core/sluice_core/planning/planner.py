@@ -11,19 +11,13 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.comparison import CandidateComparison, RankedCandidate, RunTrials
-from sluice_core.planning.prediction import (
-    Bottleneck,
-    Interval,
-    Prediction,
-    estimate_interval,
-    find_bottleneck,
-    predict,
-)
+from sluice_core.planning.bottleneck import Bottleneck, find_bottleneck
+from sluice_core.planning.candidate_comparison import CandidateComparison, RankedCandidate, RunTrials
+from sluice_core.planning.prediction import Interval, Prediction, estimate_interval, predict
 from sluice_core.planning.slider_search import CandidateSearchResult, Search, SearchEffort
 from sluice_core.planning.slider_space import SearchSpace, SliderCandidate, resize
 from sluice_core.planning.trials import PlanningProblem
-from sluice_core.sim.cell import EngineSetup
+from sluice_core.sim.sim_setup import EngineSetup
 
 _FIRST_ENGINES = 4  # of the small cluster that the number for a rate is guessed from
 _MOST_SIZES = 6  # numbers of engines that are tried around the guess

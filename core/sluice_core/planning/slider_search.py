@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.comparison import CandidateComparison, Fidelity, RankedCandidate
+from sluice_core.planning.candidate_comparison import CandidateComparison, Fidelity, RankedCandidate
 from sluice_core.planning.slider_space import (
     SearchSpace,
     SliderCandidate,

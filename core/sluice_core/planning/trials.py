@@ -11,14 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sluice_core.planning.slider_space import SliderCandidate
-from sluice_core.records import EngineId, Role, Slo, SloClass, StrategyParameters
-from sluice_core.sim.cell import Arrival, Cell, EngineSetup, RouterSetup, SimOptions
+from sluice_core.records import EngineId, Role, Slo, SloClass
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
 from sluice_core.sim.pickling import register
+from sluice_core.sim.sim_setup import Arrival, Cell, EngineSetup, RouterSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import TraceRow
 from sluice_core.sim.workload import PoissonWorkload
 from sluice_core.strategies import Strategy
+from sluice_core.strategy_parameters import StrategyParameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from sluice_core.records import EngineId, MoveCause, MoveProposal, RequestId, Role, StrategyParameters
+from sluice_core.records import EngineId, MoveCause, MoveProposal, RequestId, Role
 from sluice_core.scheduling.decode_set import Decode, DecodeSet
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
+from sluice_core.strategy_parameters import StrategyParameters
 
 __all__ = ["DecodeSet", "FlowPolicy", "FlowRequest"]
 
@@ -148,6 +149,17 @@ class FlowPolicy:
         if engines.has_uniform_chunk_size or (source is not None and source.role is role):
             return None
         return self._pick_least_used(self._list_with_room(request, engines, role))
+
+    def is_too_soon(self, cause: MoveCause, tokens_since_move: int | None) -> bool:
+        """Say whether a move follows the last one too closely: requests must not go back and forth.
+
+        Args:
+            cause: Why the request should move.
+            tokens_since_move: Output tokens since its last move; None: it has not moved yet.
+        """
+        if cause is not MoveCause.DEGRADE or tokens_since_move is None:
+            return False
+        return tokens_since_move < self.parameters.min_tokens_between_moves
 
     def _flow_back(self, now: float, engine: DecodeSet, limit: int) -> list[MoveProposal]:
         """Select decodes whose TPOT so far nears the SLO, the furthest beyond it first.

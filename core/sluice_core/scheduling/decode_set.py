@@ -21,9 +21,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from sluice_core.kv import KvBlocks, blocks_for_tokens
+from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
 from sluice_core.records import RequestId, Role
-from sluice_core.slo import SavedTpot
+from sluice_core.saved_tpot import SavedTpot
 
 # The static key and the plain formula differ by rounding; candidates are checked by the latter.
 _ROUNDING_S: Final = 1e-6

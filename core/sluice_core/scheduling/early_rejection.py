@@ -1,8 +1,8 @@
 """Early rejection: what happens to a prompt that no engine is expected to serve within its TTFT objective.
 
-Every placement asks here. The policies are ``records.EarlyRejection``; under ``Off`` each placement has a rule of its
-own, mostly the engine that is done first. TaiChi (section 3.4, Algorithm 2, lines 13 to 15) returns nothing, and lets
-its experiments place such a prompt at random. Which prompt is judged first: ``waiting_order``.
+Every placement asks here. The policies are ``EarlyRejection``; under ``Off`` each placement has a rule of its own,
+mostly the engine that is done first. TaiChi (section 3.4, Algorithm 2, lines 13 to 15) returns nothing, and lets its
+experiments place such a prompt at random. Which prompt is judged first: ``waiting_order``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from sluice_core.records import Decision, EarlyRejection, Hold, PrefillRequest, Reject
+from sluice_core.records import Decision, Hold, PrefillRequest, Reject
 from sluice_core.scheduling.engine_state import Entry, get_view
 from sluice_core.scheduling.prefill_feasibility import AssignPass
+from sluice_core.strategy_parameters import EarlyRejection
 
 
 def reject_late(

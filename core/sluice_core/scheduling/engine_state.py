@@ -1,12 +1,13 @@
-"""What a router knows of one engine: what the engine says about itself, its state, and how a placement sees it."""
+"""What a router knows of one engine: what the engine says and reports, its state, and how a placement sees it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from sluice_core.latency import LatencyModel
-from sluice_core.records import EngineId, EngineLoad, RequestId, Role
+from sluice_core.records import EngineId, RequestId, Role
 
 
 class EngineConfig(NamedTuple):
@@ -23,6 +24,47 @@ class EngineConfig(NamedTuple):
     kv_bytes_per_token: int
     max_num_seqs: int
     max_batch_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineLoad:
+    """An engine's load report: sums, so that its size does not depend on the queues.
+
+    Not frozen, so that a simulated engine can keep one: it changes it when it reports, and at no other time.
+
+    Args:
+        last_submit_number: Last submit of this router that the report includes.
+        queued_prefill_tokens: Prefill tokens not yet computed, waiting and running.
+        queued_requests: Requests with such tokens.
+        queued_attention_work: Their attention work, as in ``IterationShape``.
+        running_decodes: Decodes that run.
+        decode_context_tokens: Sum of their contexts.
+        kv_blocks_total: KV blocks of the engine.
+        kv_blocks_used: Blocks that requests hold, pinned ones included.
+        kv_blocks_granted: Blocks reserved by grants.
+        kv_blocks_pinned: Blocks handed off and not yet released.
+        iteration_remaining_s: Expected rest of the iteration under way.
+        pull_bytes_per_s: Measured rate of KV pulls; 0 when none was measured.
+        is_of_others: The engine belongs to the share of another router, which tries it first.
+        prefill_phase_s: For how long its phase of prefills has gone on; 0: it is in none (``PhaseReport``).
+        saved_tpot_s: Mean saved TPOT of the decodes that were there before; ``math.inf`` without any.
+    """
+
+    last_submit_number: int = 0
+    queued_prefill_tokens: int = 0
+    queued_requests: int = 0
+    queued_attention_work: float = 0.0
+    running_decodes: int = 0
+    decode_context_tokens: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_granted: int = 0
+    kv_blocks_pinned: int = 0
+    iteration_remaining_s: float = 0.0
+    pull_bytes_per_s: float = 0.0
+    is_of_others: bool = False
+    prefill_phase_s: float = 0.0
+    saved_tpot_s: float = math.inf
 
 
 class EngineView:

@@ -7,22 +7,22 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
-from sluice_core.kv import blocks_for_tokens
+from sluice_core.kv_blocks import blocks_for_tokens
 from sluice_core.latency import (
     DEFAULT_TRANSFER_BYTES_PER_S,
     TRANSFER_LATENCY_S,
     LatencyModel,
     OnlineLatencyModel,
 )
-from sluice_core.records import EngineId, EngineLoad, IterationShape, RequestId, Role
-from sluice_core.scheduling.engine_state import EngineConfig, EngineState, EngineView, Entry, InFlight
+from sluice_core.records import EngineId, IterationShape, RequestId, Role
+from sluice_core.router_shares import SHARE_MARGIN_TOKENS
+from sluice_core.scheduling.engine_state import EngineConfig, EngineLoad, EngineState, EngineView, Entry, InFlight
 from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
 
 __all__ = [
     "PROVEN_OBSERVATIONS",
     "RECOVERY_BURST_S",
     "RECOVERY_SHARE",
-    "SHARE_MARGIN_TOKENS",
     "EngineConfig",
     "EngineState",
     "EngineTable",
@@ -31,11 +31,6 @@ __all__ = [
 ]
 
 PROVEN_OBSERVATIONS: Final = 100  # with fewer fitted iterations an estimate justifies no rejection
-# Queued prefill tokens by which an engine of one's own share may be busier than one of another router's and still be
-# taken. Routers that see the same idle engines then do not all take the same. Two routers and 16 engines (FIFO queues,
-# load 0.85, prompts of 1000 tokens, reports every 30 ms): p99 of the queueing delay 0.8 s without, 0.4 s with 300
-# tokens, and worse again with 2000, because the shares are never quite equal.
-SHARE_MARGIN_TOKENS: Final = 256
 RECOVERY_SHARE: Final = 0.5  # of an engine's prefill time, while other prefills wait there
 RECOVERY_BURST_S: Final = 0.5  # recovery work that an engine takes ahead of that share
 _RATE_GAIN: Final = 0.2  # weight of the newest pull rate in the running mean

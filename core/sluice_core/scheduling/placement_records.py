@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from sluice_core.records import Decision, PlacementCandidate, PrefillRequest
+from sluice_core.records import Decision, EngineId, PrefillRequest, Role
 from sluice_core.scheduling.engine_state import EngineView, Entry, get_view
 from sluice_core.scheduling.prefill_feasibility import estimate_prefill
 
 MAX_RECORDED_ENGINES: Final = 64  # per decision: those with the shortest queues, and the chosen one
 NUM_RECORDS: Final = 4096  # decisions kept for explanations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementCandidate:
+    """One engine as a placement or a move saw it; kept for explanations.
+
+    Args:
+        engine_id: The engine.
+        role: Its role.
+        queued_prefill_tokens: Its queue, own placements included.
+        queue_s: Q, seconds until its prefill queue is empty.
+        execute_s: E, seconds to prefill this request.
+        transfer_s: T, seconds to move the KV; 0 on D-heavy engines.
+        cached_tokens: Prompt tokens expected in its prefix cache, which E leaves out.
+        is_feasible: Q + E + T within what is left of the TTFT SLO.
+        reason: ``feasible``, ``ttft``, ``kv``, ``room``, ``draining`` or ``excluded``.
+        is_of_others: It belongs to the share of another router: it stands behind one's own by
+            ``router_shares.SHARE_MARGIN_TOKENS``.
+    """
+
+    engine_id: EngineId
+    role: Role
+    queued_prefill_tokens: int
+    queue_s: float
+    execute_s: float
+    transfer_s: float
+    is_feasible: bool
+    reason: str
+    is_of_others: bool = False
+    cached_tokens: int = 0
 
 
 class PlacementRecord(NamedTuple):

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from sluice_core.latency import compute_attention_work
-from sluice_core.records import EarlyRejection, EngineId, Hold, Place, PrefillRequest
+from sluice_core.records import EngineId, Hold, Place, PrefillRequest
 from sluice_core.scheduling.engine_state import EngineView, Entry, get_view
 from sluice_core.scheduling.engine_table import RECOVERY_BURST_S, EngineTable
+from sluice_core.strategy_parameters import EarlyRejection
 
 _INFINITY: Final = math.inf  # looking it up in the module costs as much as a few engines of the walk
 

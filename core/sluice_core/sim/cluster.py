@@ -11,14 +11,14 @@ from sluice_core.records import EngineId, MoveCause, RequestId
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.splitting.output_lengths import KnownLengths, NoisyLengths, OutputLengths
-from sluice_core.sim.cell import Arrival, Cell, EngineSetup, LengthsKnown, NoGrant, TtftEnd
+from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.known_prefixes import KnownPrefixes
 from sluice_core.sim.links import SimLinks
 from sluice_core.sim.requests import RequestState, SimRequest, check_arrivals
 from sluice_core.sim.routers import SimRouter, SimRouters
-from sluice_core.sim.timeline import Timeline
+from sluice_core.sim.sim_setup import Arrival, Cell, EngineSetup, LengthsKnown, NoGrant, TtftEnd
 
 ASSIGN_INTERVAL_S: Final = 0.005  # the router asks its placement policy again at most this often
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sluice_core.records import EngineId, Role
-from sluice_core.sim.cell import AddEngineEvent, Arrival, Cell, ConfigureEvent, FailEvent, LeaveEvent
+from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.cluster import SimCluster
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.moves.grant_queue import GrantQueue
 from sluice_core.sim.moves.hand_offs import SimHandOffs
-from sluice_core.sim.timeline import Timeline
+from sluice_core.sim.sim_setup import AddEngineEvent, Arrival, Cell, ConfigureEvent, FailEvent, LeaveEvent
 
 
 class ChangingCluster(SimCluster):

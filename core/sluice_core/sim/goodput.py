@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sluice_core.sim.cell import Cell
 from sluice_core.sim.metrics import RunSummary, summarize
+from sluice_core.sim.sim_setup import Cell
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.workload import PoissonWorkload
 from sluice_core.slo import DEFAULT_ATTAINMENT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice_core.sim.cell import EngineSetup
+from sluice_core.sim.sim_setup import EngineSetup
 
 
 class SimLinks:

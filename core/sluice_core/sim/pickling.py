@@ -8,18 +8,18 @@ from typing import Any
 
 from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.transfer import LinkSpeed
-from sluice_core.records import Slo, SloClass, StrategyParameters
-from sluice_core.sim.cell import EngineSetup, RouterSetup, SimOptions, TransferLink
+from sluice_core.records import Slo, SloClass
 from sluice_core.sim.metrics import EngineUse, RunSummary
+from sluice_core.sim.sim_setup import EngineSetup, RouterSetup, SimOptions, TransferLink
 from sluice_core.sim.traces import TraceRow
 from sluice_core.strategies.disaggregated import DisaggregatedPolicies
 from sluice_core.strategies.dynaserve import DynaServeRules
 from sluice_core.strategies.ecoserve import EcoServeRules
 from sluice_core.strategies.flowprefill import FlowPrefillRules
 from sluice_core.strategies.interface import SliderUse, Strategy
-from sluice_core.strategies.parameters import Parameter
-from sluice_core.strategies.roles import FlowRules
+from sluice_core.strategies.role_policies import FlowRules
 from sluice_core.strategies.sluice import SluiceRules
+from sluice_core.strategy_parameters import Parameter, StrategyParameters
 
 RECORDS: tuple[type[Any], ...] = (
     DisaggregatedPolicies,

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 from sluice_core.records import EngineId, PrefillRequest, RequestId
-from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.sim.block_table import BlockTable
-from sluice_core.sim.cell import Arrival
+from sluice_core.sim.sim_setup import Arrival
 from sluice_core.slo import MET_NOTHING, SloOutcome, check_slo, compute_tpot_s, is_tpot_met
 
 

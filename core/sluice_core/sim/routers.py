@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sluice_core.latency import LatencyModel
-from sluice_core.latency.scaled import ScaledLatencyModel
-from sluice_core.records import EngineId, EngineLoad, PrefillRequest, RequestId
+from sluice_core.latency.scaled_latency_model import ScaledLatencyModel
+from sluice_core.records import EngineId, PrefillRequest, RequestId
+from sluice_core.router_shares import choose_owner
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.shares import choose_owner
-from sluice_core.sim.cell import Cell, EngineSetup, RouterSetup
+from sluice_core.sim.sim_setup import Cell, EngineSetup, RouterSetup
 from sluice_core.strategies.interface import RouterPolicy
 
 

@@ -16,15 +16,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from sluice_core.records import Hold, Leg, MoveCause, MoveProposal, Place, PrefillRequest
-from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.scheduling.waiting_order import Urgency, select_urgent
-from sluice_core.sim.cell import (
-    Arrival,
-    Cell,
-    ClusterEvent,
-    FailEvent,
-    NoGrant,
-)
+from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.cluster import (
     ASSIGN_INTERVAL_S,
     CLUSTER_CHANGE,
@@ -37,7 +31,6 @@ from sluice_core.sim.cluster import (
     TRANSFER_END,
 )
 from sluice_core.sim.cluster_changes import ChangingCluster
-from sluice_core.sim.deadlines import TtftDeadlines
 from sluice_core.sim.engine.operator_interrupts import find_interrupt_s, interrupt
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.known_prefixes import KnownPrefixes
@@ -46,7 +39,14 @@ from sluice_core.sim.moves.grant_queue import GrantQueue
 from sluice_core.sim.moves.hand_offs import SimMove
 from sluice_core.sim.requests import RequestState, SimRequest, find_expired
 from sluice_core.sim.routers import SimRouter
-from sluice_core.sim.timeline import Timeline
+from sluice_core.sim.sim_setup import (
+    Arrival,
+    Cell,
+    ClusterEvent,
+    FailEvent,
+    NoGrant,
+)
+from sluice_core.sim.ttft_deadlines import TtftDeadlines
 from sluice_core.strategies.interface import RouterPolicy
 
 

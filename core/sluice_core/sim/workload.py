@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from sluice_core.records import Slo, SloClass
-from sluice_core.sim.cell import Arrival
+from sluice_core.sim.sim_setup import Arrival
 from sluice_core.sim.traces import TraceRow
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sluice_core.strategies.interface import SliderUse, Strategy
-from sluice_core.strategies.parameters import EARLY_REJECTION, WATERMARK
-from sluice_core.strategies.roles import FlowRules
+from sluice_core.strategies.role_policies import FlowRules
+from sluice_core.strategy_parameters import EARLY_REJECTION, WATERMARK
 
 AGGREGATED = Strategy(
     name="aggregated",

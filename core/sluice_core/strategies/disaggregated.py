@@ -11,14 +11,20 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sluice_core.records import Role, StrategyParameters
-from sluice_core.scheduling.baselines import PLACEMENTS
-from sluice_core.scheduling.batching import BatchLimits, EngineBatch, EnginePolicy
+from sluice_core.records import Role
 from sluice_core.scheduling.decode_flow import FlowPolicy
+from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch, EnginePolicy
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy
-from sluice_core.strategies.parameters import EARLY_REJECTION, GRANT_WAIT_MILLISECONDS, PREFILL_BATCH_TOKENS, WATERMARK
-from sluice_core.strategies.roles import FlowRules, RoleEngine, RoleRouter
+from sluice_core.strategies.placements import PLACEMENTS
+from sluice_core.strategies.role_policies import FlowRules, RoleEngine, RoleRouter
+from sluice_core.strategy_parameters import (
+    EARLY_REJECTION,
+    GRANT_WAIT_MILLISECONDS,
+    PREFILL_BATCH_TOKENS,
+    WATERMARK,
+    StrategyParameters,
+)
 
 
 class DisaggregatedEngine(RoleEngine):

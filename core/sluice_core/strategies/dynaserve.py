@@ -9,22 +9,23 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sluice_core.records import EngineId, MoveCause, RequestId, StrategyParameters
-from sluice_core.scheduling.batching import EnginePolicy
+from sluice_core.records import EngineId, MoveCause, RequestId
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
+from sluice_core.scheduling.engine_policy import EnginePolicy
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.splitting.output_lengths import OutputLengths
 from sluice_core.scheduling.splitting.split_placement import SplitPlacement
 from sluice_core.scheduling.splitting.tbt_batching import SloBatching
 from sluice_core.strategies.interface import Need, RouterPolicy, SliderUse, Strategy
-from sluice_core.strategies.parameters import (
+from sluice_core.strategies.role_policies import RoleRouter
+from sluice_core.strategy_parameters import (
     EARLY_REJECTION,
     SPLIT_MARGIN_TOKENS,
     SPLIT_SEARCH_STEPS,
     TBT_TARGET_MILLISECONDS,
     WATERMARK,
+    StrategyParameters,
 )
-from sluice_core.strategies.roles import RoleRouter
 
 
 class DynaServeRouter(RoleRouter):

@@ -10,19 +10,19 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sluice_core.records import StrategyParameters
-from sluice_core.scheduling.batching import EnginePolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy
+from sluice_core.scheduling.engine_policy import EnginePolicy
 from sluice_core.scheduling.rolling.phase_batching import PhaseBatching
 from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
 from sluice_core.strategies.interface import Need, RouterPolicy, SliderUse, Strategy
-from sluice_core.strategies.parameters import (
+from sluice_core.strategies.role_policies import RoleRouter
+from sluice_core.strategy_parameters import (
     EARLY_REJECTION,
     MACRO_INSTANCE_LEAST,
     MACRO_INSTANCE_MOST,
     WATERMARK,
+    StrategyParameters,
 )
-from sluice_core.strategies.roles import RoleRouter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,16 +10,21 @@ import random
 from dataclasses import dataclass
 
 from sluice_core.latency import LatencyModel
-from sluice_core.records import PrefillOrder, StrategyParameters
-from sluice_core.scheduling.baselines import PLACEMENTS
-from sluice_core.scheduling.batching import EnginePolicy, PrefillSelector
 from sluice_core.scheduling.decode_flow import FlowPolicy
+from sluice_core.scheduling.engine_policy import EnginePolicy, PrefillSelector
 from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
 from sluice_core.scheduling.prefill_order.event_driven_selection import EventDrivenSelector
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy
-from sluice_core.strategies.parameters import BATCH_TOKEN_BUDGET, EARLY_REJECTION, WATERMARK
-from sluice_core.strategies.roles import RoleEngine, RoleRouter
+from sluice_core.strategies.placements import PLACEMENTS
+from sluice_core.strategies.role_policies import RoleEngine, RoleRouter
+from sluice_core.strategy_parameters import (
+    BATCH_TOKEN_BUDGET,
+    EARLY_REJECTION,
+    WATERMARK,
+    PrefillOrder,
+    StrategyParameters,
+)
 
 
 class FlowPrefillEngine(RoleEngine):

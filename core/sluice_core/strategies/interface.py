@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
-from sluice_core.records import Decision, EngineId, MoveCause, PrefillRequest, RequestId, Role, StrategyParameters
-from sluice_core.scheduling.baselines import PLACEMENTS
-from sluice_core.scheduling.batching import EnginePolicy
+from sluice_core.records import Decision, EngineId, MoveCause, PrefillRequest, RequestId, Role
 from sluice_core.scheduling.decode_flow import FlowRequest
+from sluice_core.scheduling.engine_policy import EnginePolicy
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.placement_records import NUM_RECORDS, PlacementRecord
 from sluice_core.scheduling.splitting.output_lengths import OutputLengths
 from sluice_core.scheduling.waiting_order import Urgency, compute_urgency
-from sluice_core.strategies.parameters import Parameter, format_parameters, read_parameters
+from sluice_core.strategies.placements import PLACEMENTS
+from sluice_core.strategy_parameters import Parameter, StrategyParameters, format_parameters, read_parameters
 
 
 class Need(StrEnum):
@@ -185,7 +185,7 @@ class Strategy:
         sliders: What a spec means for the engines.
         policies: Makes the policies of router and engine.
         needs: What an engine must be able to do; one that is not refuses the plan.
-        placement: Where prefills run: a key of ``baselines.PLACEMENTS``.
+        placement: Where prefills run: a key of ``placements.PLACEMENTS``.
         has_flow: False where requests decode where their prefill ran.
     """
 
@@ -235,7 +235,7 @@ class Strategy:
         """Make a variant, for comparisons (TaiChi, section 4.4: the breakdown of its Figure 18).
 
         Args:
-            placement: Key of ``baselines.PLACEMENTS``; None: as it is.
+            placement: Key of ``placements.PLACEMENTS``; None: as it is.
             flows: False: requests decode where their prefill ran; None: as it is.
 
         Raises:

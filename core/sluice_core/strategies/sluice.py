@@ -7,15 +7,16 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sluice_core.records import Decision, EngineId, MoveCause, PrefillRequest, StrategyParameters
-from sluice_core.scheduling.batching import EnginePolicy
+from sluice_core.records import Decision, EngineId, MoveCause, PrefillRequest
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
+from sluice_core.scheduling.engine_policy import EnginePolicy
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.slack.slack_batching import SlackBatching
 from sluice_core.scheduling.slack.slack_placement import SlackPlacement
 from sluice_core.scheduling.waiting_order import Urgency, compute_urgency
 from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy
-from sluice_core.strategies.parameters import (
+from sluice_core.strategies.role_policies import RoleRouter
+from sluice_core.strategy_parameters import (
     CREDIT,
     EARLY_REJECTION,
     LATE_SHARE,
@@ -25,8 +26,8 @@ from sluice_core.strategies.parameters import (
     PACK_SHARE,
     TPOT_SHARE,
     WATERMARK,
+    StrategyParameters,
 )
-from sluice_core.strategies.roles import RoleRouter
 
 
 class SlackRouter(RoleRouter):

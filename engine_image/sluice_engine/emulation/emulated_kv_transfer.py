@@ -20,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from sluice_core.kv import blocks_for_tokens, count_tail_tokens
+from sluice_core.kv_blocks import blocks_for_tokens
+from sluice_core.kv_copy_rules import count_tail_tokens
 from sluice_engine.core_messages import NUM_TOKENS_KEY
 from sluice_engine.emulation.emulated_gpu_profile import find_gpu, read_settings
 from sluice_engine.kv_transfer.kv_handles import read_handle, read_offer

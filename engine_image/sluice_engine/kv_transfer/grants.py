@@ -21,7 +21,7 @@ from sluice_engine.core_messages import GrantAnswer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sluice_core.kv import KvBlocks
+    from sluice_core.kv_blocks import KvBlocks
     from sluice_engine.core_messages import GrantCommand
 
 # Time to live of a grant, in seconds: from its answer until the request names it.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from sluice_core.kv import blocks_for_tokens
+from sluice_core.kv_blocks import blocks_for_tokens
 from sluice_engine.core_messages import FIRST_TOKEN_KEY, NUM_TOKENS_KEY
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBase
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
-from sluice_core.kv import blocks_for_tokens, count_tail_tokens
+from sluice_core.kv_blocks import blocks_for_tokens
+from sluice_core.kv_copy_rules import count_tail_tokens
 from sluice_engine.core_messages import NUM_TOKENS_KEY
 from sluice_engine.kv_transfer import nixl_progress, transport_in_use
 from sluice_engine.kv_transfer.kv_handles import read_handle, read_offer

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_engine.kv_transfer.kv_handles import MalformedHandleError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sluice_core.kv import KvBlocks
+from sluice_core.kv_blocks import KvBlocks
 
 if TYPE_CHECKING:
     from sluice_engine.kv_transfer.grants import GrantTable

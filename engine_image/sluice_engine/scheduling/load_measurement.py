@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_engine.core_messages import SchedulerLoad
 
 if TYPE_CHECKING:
-    from sluice_core.kv import KvBlocks
-    from sluice_core.scheduling.batching import PhaseReport
+    from sluice_core.kv_blocks import KvBlocks
+    from sluice_core.scheduling.engine_policy import PhaseReport
     from sluice_engine.core_messages import ConfigureCommand
     from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
     from sluice_engine.scheduling.incoming_pulls import IncomingPulls

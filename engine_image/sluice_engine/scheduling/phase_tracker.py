@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sluice_core.scheduling.batching import EnginePolicy, PhaseReport
+    from sluice_core.scheduling.engine_policy import EnginePolicy, PhaseReport
     from sluice_engine.scheduling.request_tracker import RequestTracker
     from sluice_engine.scheduling.scheduled_batch import ScheduledBatch
 

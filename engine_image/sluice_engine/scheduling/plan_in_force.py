@@ -10,8 +10,8 @@ from sluice_core.strategies import INITIAL_STRATEGY, get_strategy
 from sluice_engine.core_messages import CAPABILITIES, ConfigureAnswer, ConfigureCommand
 
 if TYPE_CHECKING:
-    from sluice_core.scheduling.batching import EnginePolicy
     from sluice_core.scheduling.decode_set import DecodeSet
+    from sluice_core.scheduling.engine_policy import EnginePolicy
 
 
 class PlanInForce:

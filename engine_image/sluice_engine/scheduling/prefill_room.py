@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sluice_core.kv import blocks_for_tokens
-from sluice_core.scheduling.batching import EngineBatch, RequestKind
+from sluice_core.kv_blocks import blocks_for_tokens
+from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
 
 if TYPE_CHECKING:
-    from sluice_core.scheduling.batching import BatchLimits
+    from sluice_core.scheduling.engine_policy import BatchLimits
     from sluice_engine.core_messages import ConfigureCommand
     from sluice_engine.scheduling.kv_usage import KvUsage
     from sluice_engine.scheduling.request_tracker import RequestTracker

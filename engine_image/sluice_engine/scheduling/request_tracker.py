@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sluice_core.records import RequestId
-from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_engine.core_encoding import decode_extras
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from sluice_core.latency import LatencyModel
-    from sluice_core.scheduling.batching import EnginePolicy, PrefillSelector
+    from sluice_core.scheduling.engine_policy import EnginePolicy, PrefillSelector
     from sluice_engine.core_messages import RequestExtras
 
 # Classes whose tokens count as queued prefill.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sluice_core.records import IterationShape
-from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.engine_policy import RequestKind
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

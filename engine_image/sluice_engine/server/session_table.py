@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sluice_core.shares import choose_owner
+from sluice_core.router_shares import choose_owner
 from sluice_engine.server.attach_stream import AttachStream
 from sluice_engine.server.resumption.resumable_requests import ResumableRequests
 from sluice_engine.server.router_session import RouterSession

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api import names
 from sluice_operator.api.field_types import port_range
+from sluice_operator.api.ports import ENGINE_PORT, GRPC_PORT, METRICS_PORT
 from sluice_operator.api.sliders import resolve_sliders, resolve_strategy
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MIN_CHUNK_TOKENS = 16
 # Ports of an engine pod that the manifest does not choose; the CRD names the same numbers in two CEL rules.
-ENGINE_PORTS = {names.ENGINE_PORT: "the engine's gRPC server", names.METRICS_PORT: "metrics"}
+ENGINE_PORTS = {ENGINE_PORT: "the engine's gRPC server", METRICS_PORT: "metrics"}
 # Arguments of vLLM that Sluice sets, by their long name; the value says what to use instead.
 OWNED_ARGUMENTS = {
     "model": "spec.model",
@@ -213,7 +213,7 @@ def _pod_template_is_free(spec: SpecFields) -> Iterator[RuleViolation]:
 
 def _ports_differ(spec: SpecFields) -> Iterator[RuleViolation]:
     network, service = spec.network, spec.router.service
-    if service.port == names.GRPC_PORT:
+    if service.port == GRPC_PORT:
         yield RuleViolation(
             path=("router", "service", "port"),
             value=service.port,

@@ -11,7 +11,7 @@ from sluice_core.strategies import DEFAULT_STRATEGY, Strategy, get_strategy
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from sluice_core.strategies.parameters import Parameter
+    from sluice_core.strategy_parameters import Parameter
     from sluice_operator.api.spec.cluster_spec import SpecFields
 
 

@@ -7,19 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_core.planning.comparison import CandidateComparison, Fidelity, RankedCandidate
+from sluice_core.planning.candidate_comparison import CandidateComparison, Fidelity, RankedCandidate
 from sluice_core.planning.planner import estimate_start_rps
 from sluice_core.planning.slider_search import Search
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
 from sluice_operator.autoscaling.capacity_messages import CapacityPoint, CapacityRequest, CapacityResult
-from sluice_operator.autotune.search import (
-    make_candidate,
-    make_effort,
-    make_problem,
-    make_sliders,
-    make_space,
-    serve_request,
-)
+from sluice_operator.autotune.search import make_candidate, make_effort, make_problem, make_sliders, make_space
+from sluice_operator.autotune.search_process import serve_request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

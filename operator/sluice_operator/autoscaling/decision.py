@@ -159,3 +159,17 @@ def _remember(
     if len(kept) >= 2 and kept[-1][1] == kept[-2][1] == wanted and now - kept[-2][0] < RECORD_INTERVAL_S:
         kept.pop()
     return (*kept, (now, wanted))
+
+
+def explain(state: ScalerState, observation: ScalerObservation, replicas: int) -> str:
+    """Says what a number was chosen for."""
+    if is_idle(state, observation):
+        return "no request arrived or ran for the scale-down window"
+    if observation.capacity is None:
+        return "what engines serve is not known yet; the number is kept within its bounds"
+    return (
+        f"{state.demand.level_rps:.2f} requests/s arrive and {observation.num_waiting} wait; with headroom "
+        f"{compute_rate_rps(state, observation):.2f} requests/s are planned for while an engine starts "
+        f"({observation.start_s:.0f} s); {replicas} engines serve "
+        f"{observation.capacity.estimate_goodput_rps(replicas):.2f}"
+    )

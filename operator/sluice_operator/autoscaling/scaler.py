@@ -16,6 +16,7 @@ from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autoscaling import decision
 from sluice_operator.autoscaling.arrivals import ArrivalCounter
 from sluice_operator.autoscaling.capacity_messages import list_sizes, make_capacity_request
+from sluice_operator.autoscaling.condition import ScaleStatus, describe_scale
 from sluice_operator.autoscaling.decision import ScalerObservation, ScalerState
 from sluice_operator.autoscaling.stored_scale import StoredScale
 from sluice_operator.autotune.decision import MAX_REST_S, MIN_REST_S, RETRY_S
@@ -59,21 +60,6 @@ class ScalerInputs:
     start_s: float | None = None
     is_trial: bool = False
     stored: StoredScale | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleStatus:
-    """What the condition Autoscaled says.
-
-    Args:
-        is_true: As many engines are asked for as what arrives needs.
-        reason: Why.
-        message: The same for people.
-    """
-
-    is_true: bool
-    reason: Reason
-    message: str
 
 
 class Scaler:
@@ -182,7 +168,7 @@ class Scaler:
             return None
         if self._scale is None:
             return ScaleStatus(is_true=False, reason=Reason.OFF, message="autoscaling is disabled")
-        return _describe(
+        return describe_scale(
             self._inputs.cluster.spec,
             self._scale,
             is_over=self._now() - self._over_s < AT_MAXIMUM_S,
@@ -226,7 +212,9 @@ class Scaler:
         if capacity is not None and rate_rps > capacity.estimate_goodput_rps(observation.max_replicas):
             self._over_s = observation.now
         if replicas != self._scale.replicas:
-            self._scale = replace(self._scale, replicas=replicas, reason=_explain(self._state, observation, replicas))
+            self._scale = replace(
+                self._scale, replicas=replicas, reason=decision.explain(self._state, observation, replicas)
+            )
 
     def _observe(self, inputs: ScalerInputs, scale: StoredScale) -> ScalerObservation:
         scaling = inputs.cluster.spec.autoscaling
@@ -309,43 +297,3 @@ def apply_replicas(cluster: ServingCluster, replicas: int) -> ServingCluster:
     if replicas == cluster.spec.replicas:
         return cluster
     return cluster.model_copy(update={"spec": cluster.spec.model_copy(update={"replicas": replicas})})
-
-
-def _explain(state: ScalerState, observation: ScalerObservation, replicas: int) -> str:
-    """Says what a number was chosen for."""
-    if decision.is_idle(state, observation):
-        return "no request arrived or ran for the scale-down window"
-    if observation.capacity is None:
-        return "what engines serve is not known yet; the number is kept within its bounds"
-    return (
-        f"{state.demand.level_rps:.2f} requests/s arrive and {observation.num_waiting} wait; with headroom "
-        f"{decision.compute_rate_rps(state, observation):.2f} requests/s are planned for while an engine starts "
-        f"({observation.start_s:.0f} s); {replicas} engines serve "
-        f"{observation.capacity.estimate_goodput_rps(replicas):.2f}"
-    )
-
-
-def _describe(
-    spec: ServingClusterSpec,
-    scale: StoredScale,
-    *,
-    is_over: bool,
-    failure: str,
-    missing: tuple[Reason, str] | None,
-) -> ScaleStatus:
-    def status(reason: Reason, message: str, *, is_true: bool = False) -> ScaleStatus:
-        return ScaleStatus(is_true=is_true, reason=reason, message=message)
-
-    if failure:
-        return status(Reason.SEARCH_FAILED, failure)
-    if not scale.replicas:
-        return status(Reason.IDLE, "no engine is wanted until a request arrives", is_true=True)
-    if scale.capacity is None:
-        return status(*(missing or (Reason.SEARCHING, "a search for what engines serve runs")))
-    most = spec.autoscaling.max_replicas
-    if is_over:
-        return status(Reason.AT_MAXIMUM, f"more arrives than maxReplicas, {most}, serve; raise it")
-    if spec.autoscaling.mode == "Recommend" and scale.replicas != spec.replicas:
-        message = f"{scale.replicas} engines are wanted; put them into spec.replicas, or set autoscaling.mode: Apply"
-        return status(Reason.RECOMMENDED, message)
-    return status(Reason.SIZED, f"{scale.replicas} engines are wanted, and asked for", is_true=True)

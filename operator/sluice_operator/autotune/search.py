@@ -5,32 +5,29 @@ It runs in a process of its own (``search_process``): it computes for seconds, a
 
 from __future__ import annotations
 
-import gc
-import os
-import resource
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sluice_core.latency.known_gpus import parse_gpus
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
-from sluice_core.planning.comparison import CandidateComparison, RankedCandidate
+from sluice_core.planning.candidate_comparison import CandidateComparison, RankedCandidate
 from sluice_core.planning.planner import estimate_response_s, estimate_start_rps
 from sluice_core.planning.slider_search import Search, SearchEffort
 from sluice_core.planning.slider_space import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
 from sluice_core.records import EngineId, Role, Slo, SloClass
-from sluice_core.sim.cell import BLOCK_SIZE_TOKENS, GC_THRESHOLD, MAX_NUM_SEQS, EngineSetup, SimOptions, TransferLink
+from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
+from sluice_core.sim.sim_setup import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS, EngineSetup, SimOptions, TransferLink
 from sluice_core.sim.traces import TraceRow
-from sluice_core.slo import ROUTER_WAIT_LIMIT_S
 from sluice_core.strategies import STRATEGIES, get_strategy
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
+from sluice_operator.autotune.search_process import serve_request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 # Less than `sluice plan` does, so that a search takes seconds: the sliders are measured afterwards anyway.
 # Where prompts are so long that few come in a minute, runs last longer. Of a few dozen requests, those that no sliders
@@ -49,11 +46,6 @@ MAX_OVERLOAD = 1.3
 # Requests that a prediction is made of.
 MIN_PREDICTED_REQUESTS = 30
 MAX_PREDICTED_REQUESTS = 10_000
-# Of the processor, beside engines and routers that share it.
-NICENESS = 10
-MAX_CPU_S = 600
-# Of the memory that it shares with the leader. Two searches and the operator fit into the chart's limit.
-MAX_MEMORY_BYTES = 384 << 20
 
 
 def search(request: SearchRequest, effort: SearchEffort | None = None) -> SearchResult:
@@ -246,30 +238,6 @@ def make_sliders(request: SearchRequest, candidate: SliderCandidate) -> Sliders:
         decode_heavy_tokens=candidate.decode_heavy_tokens,
         strategy=strategy,
     )
-
-
-def serve_request(answer: Callable[[str], str]) -> None:
-    """Answers one request on standard input, at low priority and within limits; the program's only work.
-
-    Args:
-        answer: From the request's text to the result's.
-
-    Raises:
-        SystemExit: Says what the request asks for that there is not, or that it needs too much memory.
-    """
-    os.nice(NICENESS)
-    # The parent ends a late search; this limit holds when the parent was killed.
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
-    # Without it, the kernel would end every process of the container.
-    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    gc.set_threshold(GC_THRESHOLD)
-    try:
-        result = answer(sys.stdin.read())
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
-    except MemoryError as error:
-        raise SystemExit(f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB; narrow autotune.bounds") from error
-    print(result)
 
 
 def main() -> None:

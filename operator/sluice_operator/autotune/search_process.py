@@ -1,13 +1,17 @@
-"""Runs a search in a process of its own, which is killed when it takes too long or is cancelled."""
+"""The process of a search: its limits, both sides of it, and how it is killed when it is late or cancelled."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import os
+import resource
 import sys
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from sluice_core.sim.sim_setup import GC_THRESHOLD
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 
 RunSearch = Callable[[SearchRequest], Awaitable[SearchResult]]
@@ -21,6 +25,11 @@ LIMIT_PER_ENGINE_S = 5.0
 MAX_LIMIT_S = 600.0
 MAX_ERROR_CHARACTERS = 500
 COMMAND = (sys.executable, "-m", "sluice_operator.autotune.search")
+# Of the processor, beside engines and routers that share it.
+NICENESS = 10
+MAX_CPU_S = 600
+# Of the memory that it shares with the leader. Two searches and the operator fit into the chart's limit.
+MAX_MEMORY_BYTES = 384 << 20
 
 
 class SearchError(Exception):
@@ -97,3 +106,27 @@ async def _run_program(command: tuple[str, ...], text: str, limit_s: float) -> s
         last = (errors.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"])[-1]
         raise SearchError(f"the search failed: {last[:MAX_ERROR_CHARACTERS]}")
     return output.decode()
+
+
+def serve_request(answer: Callable[[str], str]) -> None:
+    """Answers one request on standard input, at low priority and within limits; the program's only work.
+
+    Args:
+        answer: From the request's text to the result's.
+
+    Raises:
+        SystemExit: Says what the request asks for that there is not, or that it needs too much memory.
+    """
+    os.nice(NICENESS)
+    # The parent ends a late search; this limit holds when the parent was killed.
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
+    # Without it, the kernel would end every process of the container.
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    gc.set_threshold(GC_THRESHOLD)
+    try:
+        result = answer(sys.stdin.read())
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    except MemoryError as error:
+        raise SystemExit(f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB; narrow autotune.bounds") from error
+    print(result)

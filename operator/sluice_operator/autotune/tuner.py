@@ -14,10 +14,13 @@ from sluice_core.strategies import get_strategy
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.sliders import AUTO, resolve_sliders, scale_sliders
 from sluice_operator.autotune import decision
-from sluice_operator.autotune.decision import AutotuneStatus, StoredSliders, StoredTrial, TunerObservation, TunerState
+from sluice_operator.autotune.condition import describe_status
 from sluice_operator.autotune.engine_facts import find_engine_facts
-from sluice_operator.autotune.search_messages import SearchRequest, make_constraints
+from sluice_operator.autotune.search_constraints import make_constraints
+from sluice_operator.autotune.search_messages import SearchRequest
 from sluice_operator.autotune.search_process import SearchError
+from sluice_operator.autotune.stored_sliders import StoredSliders, StoredTrial
+from sluice_operator.autotune.tuner_state import TunerObservation, TunerState
 from sluice_operator.autotune.workload import MIN_REQUESTS, read_workload
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from sluice_core.slo import SloCounts
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
     from sluice_operator.api.sliders import Sliders
+    from sluice_operator.autotune.condition import AutotuneStatus
     from sluice_operator.autotune.search_messages import SearchResult
     from sluice_operator.autotune.search_process import RunSearch
 
@@ -118,7 +122,7 @@ class Tuner:
 
     def describe_status(self) -> AutotuneStatus | None:
         """Describes the tuning for the condition Autotuned; None before the first update."""
-        return None if self._observation is None else decision.describe_status(self._state, self._observation)
+        return None if self._observation is None else describe_status(self._state, self._observation)
 
     def needs_update(self, read_inputs: Callable[[], TunerInputs | None]) -> bool:
         """Whether an update would decide something; checks every ``CHECK_INTERVAL_S`` at most."""
@@ -134,7 +138,7 @@ class Tuner:
             return False
         observation = self._observe(inputs)
         after = decision.decide(self._state, observation)
-        return after != self._state or decision.describe_status(after, observation) != self.describe_status()
+        return after != self._state or describe_status(after, observation) != self.describe_status()
 
     def stop(self) -> None:
         """Ends the search under way."""

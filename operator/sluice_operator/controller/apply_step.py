@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sluice_operator.kubernetes.interface import PODS
+from sluice_operator.kubernetes.kinds import PODS
 from sluice_operator.planning.model_switch import choose_router_model
 from sluice_operator.planning.pod_patches import render_pod_patches
 from sluice_operator.resources.apply import ChildApplier
 from sluice_operator.resources.certificates import find_certificate_failures
-from sluice_operator.resources.desired import RenderInputs, key_of, render_children
+from sluice_operator.resources.children import RenderInputs, key_of, render_children
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
     from sluice_operator.controller.plan_step import PlanOutcome
-    from sluice_operator.kubernetes.interface import Kubernetes, Object
+    from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.kubernetes.own_writes import OwnWrites
     from sluice_operator.planning.rollout_gate import GateDecision
     from sluice_operator.resources.pods.pod_status import Failure

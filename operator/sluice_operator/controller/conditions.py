@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from sluice_core.slo import SloCounts
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
-from sluice_operator.controller.status_inputs import ROLLOUT_FAILURES
 from sluice_operator.resources.pods.pod_status import Failure
 from sluice_operator.routers.engine_reports import find_refused_engines
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from sluice.v1 import plan_pb2
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.controller.status_inputs import StatusInputs
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.resources.rollout_state import RolloutState
 
@@ -29,28 +28,14 @@ if TYPE_CHECKING:
 MAX_MESSAGE_CHARACTERS = 4096
 # Its changes are measurements, which make no event.
 MEASURED_CONDITION = ConditionType.SLO_MET
-# Reasons that are no news when a cluster is new, and no warning.
-NORMAL_REASONS = frozenset(
+ROLLOUT_FAILURES = frozenset(
     {
-        Reason.AS_EXPECTED,
-        Reason.VALID,
-        Reason.OFF,
-        Reason.SIZED,
-        Reason.IDLE,
-        Reason.TUNED,
-        Reason.ON_TRIAL,
-        Reason.RECOMMENDED,
-        Reason.COOLING_DOWN,
-        Reason.MEASURING,
-        Reason.SEARCHING,
-        Reason.NO_SAMPLE,
-        Reason.NO_LATENCY_MODEL,
-        Reason.NO_REPORT,
-        Reason.STARTING,
-        Reason.NONE_READY,
-        Reason.SETTLED,
-        Reason.ROLLOUT_PAUSED,
-        Reason.UPGRADE_WAITING,
+        Reason.IMAGE_PULL_BACK_OFF,
+        Reason.CRASH_LOOP,
+        Reason.ENGINE_REFUSED,
+        Reason.UNSCHEDULABLE,
+        Reason.MOUNT_FAILED,
+        Reason.PREFLIGHT_FAILED,
     }
 )
 
@@ -361,24 +346,6 @@ def _decide_autoscaled(inputs: StatusInputs) -> Condition:
     return condition(
         Reason.SPEC_INVALID, "the number of engines stays until the spec can be carried out; see SpecValid"
     )
-
-
-def list_transitions(old: Object, new: Object) -> list[Object]:
-    """Lists conditions that changed in status or reason, without measurements and without normal initial reasons."""
-    before = {item["type"]: (item["status"], item["reason"]) for item in old.get("conditions", [])}
-    return [
-        item
-        for item in new["conditions"]
-        if item["type"] != MEASURED_CONDITION
-        and before.get(item["type"]) != (item["status"], item["reason"])
-        and (item["type"] in before or item["reason"] not in NORMAL_REASONS)
-    ]
-
-
-def is_warning(condition: Object) -> bool:
-    """Whether a condition says that something is wrong."""
-    bad = "True" if condition["type"] == ConditionType.DEGRADED else "False"
-    return bool(condition["status"] == bad) and condition["reason"] not in NORMAL_REASONS
 
 
 def render_condition(condition: Condition, old: Object, generation: int, now_text: str) -> Object:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.kubernetes.interface import CLUSTERS
+from sluice_operator.kubernetes.kinds import CLUSTERS
 from sluice_operator.kubernetes.own_writes import read_version
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import kopf
 
-from sluice_operator.api.names import CLUSTER_LABEL, MANAGED_BY_LABEL, MANAGER, ClusterKey
-from sluice_operator.kubernetes.interface import CLUSTERS, NODES
+from sluice_operator.api.labels import CLUSTER_LABEL, MANAGED_BY_LABEL
+from sluice_operator.api.names import MANAGER, ClusterKey
+from sluice_operator.kubernetes.kinds import CLUSTERS, NODES
 from sluice_operator.kubernetes.rbac import WATCHED
 
 if TYPE_CHECKING:

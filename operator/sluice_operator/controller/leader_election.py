@@ -10,12 +10,14 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from sluice_operator.kubernetes.interface import LEASES, ConflictError, KubernetesError, LeaseLostError, Object
+from sluice_operator.kubernetes.errors import ConflictError, KubernetesError, LeaseLostError
+from sluice_operator.kubernetes.kinds import LEASES
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.kubernetes.objects import Object
 
 logger = logging.getLogger(__name__)
 

@@ -25,22 +25,16 @@ from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.controller.work_queue import WorkQueue
 from sluice_operator.health import Health
 from sluice_operator.kubernetes.client import KubernetesClient, load_configuration
+from sluice_operator.kubernetes.errors import ForbiddenError, KubernetesError, LeaseLostError
 from sluice_operator.kubernetes.fencing import LeaseFence
 from sluice_operator.kubernetes.interceptors import InterceptedKubernetes
-from sluice_operator.kubernetes.interface import (
-    CLUSTERS,
-    NODES,
-    PODS,
-    ForbiddenError,
-    KubernetesError,
-    LeaseLostError,
-)
+from sluice_operator.kubernetes.kinds import CLUSTERS, NODES, PODS
 from sluice_operator.kubernetes.own_writes import OwnWrites
 from sluice_operator.kubernetes.retry import Retry
 from sluice_operator.logs import current_object
 from sluice_operator.metrics import OperatorMetrics
 from sluice_operator.planning.node_notices import NodeNotices
-from sluice_operator.routers.connections import RouterConnections
+from sluice_operator.routers.connection_table import RouterConnections
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

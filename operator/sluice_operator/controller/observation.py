@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
-from sluice_operator.kubernetes.interface import (
+from sluice_operator.api.labels import CLUSTER_LABEL, COMPONENT_LABEL
+from sluice_operator.kubernetes.errors import BusyError, KubernetesError
+from sluice_operator.kubernetes.kinds import (
     CERTIFICATES,
     CONFIG_MAPS,
     DEPLOYMENTS,
@@ -20,13 +22,10 @@ from sluice_operator.kubernetes.interface import (
     SERVICE_ACCOUNTS,
     SERVICE_MONITORS,
     SERVICES,
-    BusyError,
-    KubernetesError,
-    labels_of,
-    name_of,
-    uid_of,
 )
-from sluice_operator.resources.desired import get_controller, key_of
+from sluice_operator.kubernetes.objects import labels_of, name_of, uid_of
+from sluice_operator.resources.children import key_of
+from sluice_operator.resources.owner_references import is_owned
 from sluice_operator.resources.pods.pod_status import read_pod
 from sluice_operator.routers.engine_reports import merge_reports
 
@@ -36,10 +35,12 @@ if TYPE_CHECKING:
     from sluice.v1 import control_pb2
     from sluice_core.records import EngineId
     from sluice_operator.api.names import ClusterKey
-    from sluice_operator.kubernetes.interface import Kind, Kubernetes, Object
-    from sluice_operator.resources.desired import ChildKey
+    from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.kubernetes.kinds import Kind
+    from sluice_operator.kubernetes.objects import Object
+    from sluice_operator.resources.children import ChildKey
     from sluice_operator.resources.pods.pod_status import Pod
-    from sluice_operator.routers.connections import Routers
+    from sluice_operator.routers.connection_table import Routers
     from sluice_operator.routers.engine_reports import EngineReport
 
 PLAN_KINDS = (CONFIG_MAPS, DEPLOYMENTS)
@@ -72,8 +73,7 @@ class ObservedState:
     def own(self, kind: Kind, name: str) -> Object | None:
         """A child, if it exists and is ours."""
         child = self.live.get((kind.name, name))
-        owner = get_controller(child) if child else None
-        return child if owner and owner["uid"] == uid_of(self.body) else None
+        return child if child and is_owned(child, uid_of(self.body)) else None
 
     def deployment(self, component: str) -> Object | None:
         """The Deployment of engines or routers."""
@@ -144,14 +144,14 @@ def observe_routers(routers: Routers, key: ClusterKey, observed: ObservedState) 
 
 
 async def _list(kubernetes: Kubernetes, key: ClusterKey, kinds: Collection[Kind]) -> list[Object]:
-    labels = {names.CLUSTER_LABEL: key.name}
+    labels = {CLUSTER_LABEL: key.name}
     async with asyncio.TaskGroup() as group:
         reads = [group.create_task(kubernetes.list(kind, key.namespace, labels)) for kind in kinds]
     return [item for read in reads for item in read.result()]
 
 
 def _read_pods(pods: Collection[Object], component: str) -> tuple[Pod, ...]:
-    found = [read_pod(pod) for pod in pods if labels_of(pod).get(names.COMPONENT_LABEL) == component]
+    found = [read_pod(pod) for pod in pods if labels_of(pod).get(COMPONENT_LABEL) == component]
     return tuple(sorted(found, key=lambda pod: pod.name))
 
 

@@ -11,10 +11,12 @@ from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autoscaling.scaler import ScalerInputs, apply_replicas
 from sluice_operator.autotune.tuner import TunerInputs
 from sluice_operator.controller.rollout_step import SwitchOutcome, switch_models
-from sluice_operator.kubernetes.interface import CONFIG_MAPS, uid_of
-from sluice_operator.planning.leaving_engines import choose_leaving
-from sluice_operator.planning.plan import StoredPlan, make_plan, read_plan, resolve_revisions
-from sluice_operator.planning.plan_store import store_plan
+from sluice_operator.kubernetes.kinds import CONFIG_MAPS
+from sluice_operator.kubernetes.objects import uid_of
+from sluice_operator.planning.drain_timeout import drain_limit_s, find_drain_starts, find_expired
+from sluice_operator.planning.node_drains import choose_leaving
+from sluice_operator.planning.plan import make_plan, resolve_revisions
+from sluice_operator.planning.plan_store import StoredPlan, read_plan, store_plan
 from sluice_operator.planning.scale_down import ScaleDecision, decide_scale
 from sluice_operator.resources.apply import ChildApplier
 from sluice_operator.routers.engine_reports import count_loads, has_acknowledged
@@ -27,13 +29,11 @@ if TYPE_CHECKING:
     from sluice_operator.controller.cluster_state import ClusterState
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
     from sluice_operator.controller.preconditions import SpecVerdict
-    from sluice_operator.kubernetes.interface import Kubernetes, Object
+    from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.kubernetes.own_writes import OwnWrites
     from sluice_operator.planning.node_notices import NodeNotices
     from sluice_operator.resources.pods.pod_status import Failure
-
-# An engine ends its own drain by its timeout; the routers' reports of that may be late.
-DRAIN_MARGIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,12 +228,7 @@ def _scale(
     """Decides the number of engines, and starts the drain timeout of new victims."""
     deployment = observed.deployment(names.ENGINE)
     limit_s = drain_limit_s(cluster)
-    # A drain that an earlier process began counts from then; while this one runs, by its own clock.
-    began = {pod.engine_id: pod.draining_since_s for pod in observed.engines if pod.draining_since_s is not None}
-    started = {
-        **{engine_id: now - min(max(wall_s - since_s, 0.0), limit_s) for engine_id, since_s in began.items()},
-        **state.drain_started_s,
-    }
+    started = find_drain_starts(observed.engines, state.drain_started_s, limit_s=limit_s, now=now, wall_s=wall_s)
     # A router with an older plan says nothing of a drain: the newer plan may have given the engine work in between.
     has_plan = all(status.generation >= stored.generation for status in reported.statuses.values())
     reports = reported.reports.items()
@@ -244,16 +239,11 @@ def _scale(
         roles=stored.roles,
         num_prefill_heavy=resolve_sliders(cluster.spec).num_prefill_heavy,
         reports={name: replace(report, is_drained=report.is_drained and has_plan) for name, report in reports},
-        drain_expired={engine_id for engine_id, since_s in started.items() if now - since_s >= limit_s},
+        drain_expired=find_expired(started, limit_s=limit_s, now=now),
         leaving=leaving,
     )
     state.drain_started_s = {engine_id: started.get(engine_id, now) for engine_id in scale.victims}
     return scale
-
-
-def drain_limit_s(cluster: ServingCluster) -> float:
-    """Longest time that a victim may drain before its pod goes anyway, in seconds."""
-    return cluster.spec.engine.drain_timeout_seconds + DRAIN_MARGIN_S
 
 
 def is_settled(cluster: ServingCluster, observed: ObservedState, stored: StoredPlan, reported: ObservedRouters) -> bool:

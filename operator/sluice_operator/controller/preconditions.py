@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import ConditionType, Reason
 from sluice_operator.api.manifest import ManifestError, check_manifest
-from sluice_operator.kubernetes.interface import CERTIFICATES
+from sluice_operator.kubernetes.kinds import CERTIFICATES
 from sluice_operator.resources.certificates import uses_cert_manager
 from sluice_operator.resources.pods.pod_status import Failure
 from sluice_operator.resources.pods.user_pod_template import find_refused_affinity_terms, find_refused_fields
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.settings import OperatorSettings
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.labels import UPGRADE_ANNOTATION
 from sluice_operator.autoscaling import capacity_process
 from sluice_operator.autoscaling.scaler import Scaler
 from sluice_operator.autotune.search_process import SearchRunner
@@ -20,17 +21,21 @@ from sluice_operator.autotune.tuner import Tuner
 from sluice_operator.controller.apply_step import apply_children
 from sluice_operator.controller.cluster_state import DEFER_S, ClusterState
 from sluice_operator.controller.observation import observe_children, observe_plan_inputs, observe_routers
-from sluice_operator.controller.plan_step import drain_limit_s, read_stored_plan, reconcile_plan
+from sluice_operator.controller.plan_step import read_stored_plan, reconcile_plan
 from sluice_operator.controller.preconditions import judge_spec
 from sluice_operator.controller.rollout_step import decide_rollout
-from sluice_operator.controller.status_inputs import StatusInputs, is_rolling, is_whole
+from sluice_operator.controller.status_inputs import StatusInputs
 from sluice_operator.controller.status_step import MEASURE_INTERVAL_S, RecordConditions, StatusWriter
-from sluice_operator.kubernetes.interface import CLUSTERS, ForbiddenError, uid_of
+from sluice_operator.kubernetes.errors import ForbiddenError
+from sluice_operator.kubernetes.kinds import CLUSTERS
+from sluice_operator.kubernetes.objects import uid_of
 from sluice_operator.kubernetes.own_writes import OwnWrites
+from sluice_operator.planning.drain_timeout import drain_limit_s
 from sluice_operator.planning.node_notices import NodeNotices
 from sluice_operator.planning.rollout_gate import GateDecision
 from sluice_operator.planning.upgrades import UPGRADE_ALLOWED, UpgradePlaces
 from sluice_operator.resources.default_images import DefaultImages, keep_default_images
+from sluice_operator.resources.deployment_status import is_rolling, is_whole
 from sluice_operator.resources.rollout_state import went_back
 
 if TYPE_CHECKING:
@@ -45,9 +50,10 @@ if TYPE_CHECKING:
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
     from sluice_operator.controller.plan_step import PlanOutcome
     from sluice_operator.controller.preconditions import SpecVerdict
-    from sluice_operator.kubernetes.interface import Kubernetes, Object
+    from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.resources.pods.pod_status import Failure
-    from sluice_operator.routers.connections import Routers
+    from sluice_operator.routers.connection_table import Routers
     from sluice_operator.settings import OperatorSettings
 
 # Routers may take so long to answer a new process.
@@ -239,7 +245,7 @@ class Reconciler:
         limit = settings.max_concurrent_upgrades
         return kept, (
             f"an upgrade waits, of {' and '.join(changes)}: {limit} clusters upgrade at once, and one whose rollout is "
-            f"paused does not; annotate this one with {names.UPGRADE_ANNOTATION}={UPGRADE_ALLOWED} to begin now"
+            f"paused does not; annotate this one with {UPGRADE_ANNOTATION}={UPGRADE_ALLOWED} to begin now"
         )
 
     async def _apply(

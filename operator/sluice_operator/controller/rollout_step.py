@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.labels import DEFAULT_IMAGE_ANNOTATION
 from sluice_operator.api.model_identity import identify_model
 from sluice_operator.api.spec.model_spec import ModelSpec
 from sluice_operator.controller.cluster_state import MeasuredBatch
 from sluice_operator.controller.preconditions import has_served
-from sluice_operator.kubernetes.interface import annotations_of
+from sluice_operator.kubernetes.objects import annotations_of
 from sluice_operator.planning.model_switch import (
     ModelSwitch,
     SplitStep,
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from sluice_operator.api.spec.rollout_spec import RolloutGateSpec
     from sluice_operator.controller.cluster_state import ClusterState
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
-    from sluice_operator.kubernetes.interface import Object
-    from sluice_operator.planning.plan import StoredPlan
+    from sluice_operator.kubernetes.objects import Object
+    from sluice_operator.planning.plan_store import StoredPlan
     from sluice_operator.resources.rollout_state import RolloutState
 
 # Beyond drain and start: the pod's termination, its image, the kubelet.
@@ -203,5 +204,5 @@ def _find_gated_roll(cluster: ServingCluster, live: Object | None) -> RolloutSta
     spec = cluster.spec
     if spec.rollout.gate is None or live is None:
         return None
-    image = spec.engine.image or annotations_of(live).get(names.DEFAULT_IMAGE_ANNOTATION, "")
+    image = spec.engine.image or annotations_of(live).get(DEFAULT_IMAGE_ANNOTATION, "")
     return find_roll(live, compute_rollout_hash(spec, RESTARTS_ENGINES, image))

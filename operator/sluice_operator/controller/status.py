@@ -9,6 +9,7 @@ from sluice_core.slo import SloCounts
 from sluice_core.strategies import get_strategy
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import ConditionType, Reason
+from sluice_operator.api.labels import format_selector, select_component
 from sluice_operator.controller.conditions import (
     MAX_MESSAGE_CHARACTERS,
     MEASURED_CONDITION,
@@ -20,7 +21,7 @@ from sluice_operator.routers.attainment import format_share
 
 if TYPE_CHECKING:
     from sluice_operator.controller.status_inputs import StatusInputs
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 # Changes of these alone are measurements, written every 15 s at most.
 MEASURED_FIELD = "attainment"
@@ -42,7 +43,7 @@ def render_status(inputs: StatusInputs, now_text: str) -> Object:
         "conditions": conditions,
         "replicas": sum(pod.is_present for pod in inputs.engines),
         "readyReplicas": inputs.num_engines_ready,
-        "selector": names.format_selector(names.select_component(name, names.ENGINE)),
+        "selector": format_selector(select_component(name, names.ENGINE)),
         "routerReplicas": sum(pod.is_present for pod in inputs.routers),
         "readyRouterReplicas": inputs.num_routers_ready,
         "effective": _render_effective(inputs, old.get("effective") or {}),

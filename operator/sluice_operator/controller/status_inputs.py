@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sluice_operator.api.condition_types import Reason
 from sluice_operator.planning.rollout_gate import GateDecision
 from sluice_operator.planning.scale_down import ScaleDecision
-from sluice_operator.resources.pods.pod_status import Failure
+from sluice_operator.resources.deployment_status import find_pod_refusals, is_rolling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,24 +16,13 @@ if TYPE_CHECKING:
     from sluice_core.records import EngineId
     from sluice_core.slo import SloCounts
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.autoscaling.scaler import ScaleStatus
+    from sluice_operator.autoscaling.condition import ScaleStatus
     from sluice_operator.autoscaling.stored_scale import StoredScale
-    from sluice_operator.autotune.decision import AutotuneStatus
+    from sluice_operator.autotune.condition import AutotuneStatus
     from sluice_operator.autotune.search_messages import SearchResult
-    from sluice_operator.kubernetes.interface import Object
-    from sluice_operator.resources.pods.pod_status import Pod
+    from sluice_operator.kubernetes.objects import Object
+    from sluice_operator.resources.pods.pod_status import Failure, Pod
     from sluice_operator.routers.engine_reports import EngineReport
-
-ROLLOUT_FAILURES = frozenset(
-    {
-        Reason.IMAGE_PULL_BACK_OFF,
-        Reason.CRASH_LOOP,
-        Reason.ENGINE_REFUSED,
-        Reason.UNSCHEDULABLE,
-        Reason.MOUNT_FAILED,
-        Reason.PREFLIGHT_FAILED,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,24 +97,4 @@ class StatusInputs:
 
     def find_deployment_failures(self) -> list[Failure]:
         """Why Kubernetes could not create pods: a quota, or the namespace's Pod Security."""
-        found = []
-        for deployment in self.deployments.values():
-            for condition in (deployment.get("status") or {}).get("conditions") or []:
-                if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
-                    message = condition.get("message", "")
-                    reason = Reason.QUOTA_EXCEEDED if "exceeded quota" in message else Reason.FORBIDDEN
-                    name = deployment["metadata"]["name"]
-                    found.append(Failure(reason=reason, message=f"deployment {name} cannot create pods: {message}"))
-        return found
-
-
-def is_rolling(deployment: Object) -> bool:
-    """Whether pods of another template are still to be replaced."""
-    status = deployment.get("status") or {}
-    is_seen = status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
-    return not is_seen or status.get("updatedReplicas", 0) < status.get("replicas", 0)
-
-
-def is_whole(deployment: Object) -> bool:
-    """Whether all pods of a Deployment serve."""
-    return bool((deployment.get("status") or {}).get("readyReplicas", 0) >= deployment["spec"]["replicas"])
+        return [failure for deployment in self.deployments.values() for failure in find_pod_refusals(deployment)]

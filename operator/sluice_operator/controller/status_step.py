@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sluice_operator.controller.conditions import list_transitions
-from sluice_operator.controller.events import render_event
+from sluice_operator.controller.events import create_events
 from sluice_operator.controller.status import make_patch, render_forbidden_status, render_status, strip_measurements
-from sluice_operator.kubernetes.interface import CLUSTERS, KubernetesError, uid_of
+from sluice_operator.kubernetes.kinds import CLUSTERS
+from sluice_operator.kubernetes.objects import uid_of
 
 if TYPE_CHECKING:
     from sluice_operator.api.names import ClusterKey
     from sluice_operator.controller.cluster_state import ClusterState
     from sluice_operator.controller.status_inputs import StatusInputs
-    from sluice_operator.kubernetes.interface import Kubernetes, Object
+    from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.kubernetes.own_writes import OwnWrites
 
 # Namespace and name of a cluster, and its conditions.
 RecordConditions = Callable[[str, str, Sequence[Mapping[str, str]]], None]
-
-logger = logging.getLogger(__name__)
 
 # Measurements change all the time; they are written to the status at most this often.
 MEASURE_INTERVAL_S = 15.0
@@ -81,12 +79,4 @@ class StatusWriter:
             guarded = {"metadata": {"uid": uid_of(body)}, "status": patch}
             answer = await self._kubernetes.patch_status(CLUSTERS, key.namespace, key.name, guarded)
             self._own_writes.record(body, guarded, answer)
-            for condition in list_transitions(old, new):
-                await self._create_event(body, condition)
-
-    async def _create_event(self, body: Object, condition: Object) -> None:
-        try:
-            await self._kubernetes.create(render_event(body, condition, self._identity, self._now_text()))
-        except KubernetesError as error:
-            # A lost Event is no reason to reconcile again.
-            logger.warning("the Event of condition %s was not created: %s", condition["type"], error)
+            await create_events(self._kubernetes, body, new, self._identity, self._now_text())

@@ -12,13 +12,17 @@ from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.config import incluster_config, kube_config
 from kubernetes.aio.config.config_exception import ConfigException
 
-from sluice_operator.api.names import MANAGER, format_selector
-from sluice_operator.kubernetes.interface import BusyError, Kind, NotFoundError, Object, kind_of, make_error
+from sluice_operator.api.labels import format_selector
+from sluice_operator.api.names import MANAGER
+from sluice_operator.kubernetes.errors import BusyError, NotFoundError, make_error
+from sluice_operator.kubernetes.kinds import Kind, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kubernetes.aio.client.api_client import ApiClient
+
+    from sluice_operator.kubernetes.objects import Object
 
 APPLY_TYPE = "application/apply-patch+yaml"
 MERGE_TYPE = "application/merge-patch+json"

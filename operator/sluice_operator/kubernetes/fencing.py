@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sluice_operator.kubernetes.errors import LeaseLostError
 from sluice_operator.kubernetes.interceptors import READ_VERBS
-from sluice_operator.kubernetes.interface import LeaseLostError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

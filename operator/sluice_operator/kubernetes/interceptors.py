@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from sluice_operator.kubernetes.interface import Kind, Kubernetes, Object
+    from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.kubernetes.kinds import Kind
+    from sluice_operator.kubernetes.objects import Object
 
 READ_VERBS = frozenset({"get", "list", "discover"})
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.kubernetes.interface import uid_of
+from sluice_operator.kubernetes.objects import uid_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 # About a few megabytes of versions.
 MAX_OBJECTS = 20_000

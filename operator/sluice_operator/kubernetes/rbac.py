@@ -6,7 +6,7 @@ reconciler the rest.
 
 from __future__ import annotations
 
-from sluice_operator.kubernetes.interface import (
+from sluice_operator.kubernetes.kinds import (
     CERTIFICATES,
     CLUSTERS,
     CONFIG_MAPS,

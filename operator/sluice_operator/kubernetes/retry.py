@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from sluice_operator.kubernetes.interface import BusyError
+from sluice_operator.kubernetes.errors import BusyError
 
 if TYPE_CHECKING:
     import random

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sluice_operator.kubernetes.interface import name_of
+from sluice_operator.kubernetes.objects import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,23 +5,10 @@ A plan is a pure function of the stored plan and of what is observed, so that no
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from google.protobuf import json_format
-
-from sluice.v1 import plan_pb2
 from sluice_core.records import EngineId, Role
-from sluice_operator.api import names
-from sluice_operator.api.model_identity import REVISION_KEY_PREFIX
-from sluice_operator.api.proto_enums import ROLES
 from sluice_operator.api.sliders import resolve_sliders
-from sluice_operator.api.spec.model_spec import ModelSpec
-from sluice_operator.autoscaling.stored_scale import StoredScale
-from sluice_operator.autotune.decision import StoredSliders
-from sluice_operator.kubernetes.interface import annotations_of
-from sluice_operator.planning.model_switch import ModelSwitch
 from sluice_operator.planning.plan_message import render_plan
 from sluice_operator.planning.roles import decide_roles
 from sluice_operator.routers.engine_reports import count_loads
@@ -29,81 +16,12 @@ from sluice_operator.routers.engine_reports import count_loads
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from sluice.v1 import control_pb2
+    from sluice.v1 import control_pb2, plan_pb2
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.planning.model_switch import ModelSwitch
+    from sluice_operator.planning.plan_store import StoredPlan
     from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.routers.engine_reports import EngineReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredPlan:
-    """The plan in its ConfigMap.
-
-    Args:
-        plan: The plan; None when there is none, or none that can be read.
-        generation: Its generation, or the highest that is known to have been used; 0: none.
-        tuned: Sliders that autotune put in force instead of the spec's.
-        scale: What autoscaling decided; None: it is disabled.
-        accepted_spec: The spec that was accepted last; None: none was stored.
-        switch: Which models are served; None: none was stored.
-        revisions: What unpinned revisions were resolved to, by the model's id: the same for every pod from then on.
-    """
-
-    plan: plan_pb2.Plan | None = None
-    generation: int = 0
-    tuned: StoredSliders | None = None
-    scale: StoredScale | None = None
-    accepted_spec: Object | None = None
-    switch: ModelSwitch | None = None
-    revisions: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def roles(self) -> dict[EngineId, Role]:
-        """Roles in it."""
-        engines = self.plan.engines if self.plan else ()
-        return {EngineId(engine.engine_id): ROLES[engine.role] for engine in engines if engine.role in ROLES}
-
-    @property
-    def draining(self) -> set[EngineId]:
-        """Engines that drain by it."""
-        return {EngineId(engine.engine_id) for engine in (self.plan.engines if self.plan else ()) if engine.is_draining}
-
-
-def read_plan(config_map: Object | None, cluster_uid: str) -> StoredPlan:
-    """Reads the plan.
-
-    Args:
-        config_map: As it is in the cluster; None when there is none.
-        cluster_uid: A plan of another cluster counts as none.
-    """
-    if config_map is None:
-        return StoredPlan()
-    number = annotations_of(config_map).get(names.GENERATION_ANNOTATION, "")
-    generation = int(number) if number.isdecimal() else 0
-    data = config_map.get("data") or {}
-    text = data.get(names.PLAN_FILE, "")
-    try:
-        # Fields of another release are left out, so that its plan still says which engine has which role.
-        plan = json_format.ParseDict(json.loads(text), plan_pb2.Plan(), ignore_unknown_fields=True)
-    except (ValueError, json_format.ParseError):
-        return StoredPlan(generation=generation)
-    if plan.cluster_uid != cluster_uid:
-        return StoredPlan(generation=generation)
-    annotations = annotations_of(config_map)
-    return StoredPlan(
-        plan=plan,
-        generation=max(generation, plan.generation),
-        tuned=StoredSliders.from_json(annotations.get(names.TUNED_ANNOTATION, "")),
-        scale=StoredScale.from_json(annotations.get(names.SCALE_ANNOTATION, "")),
-        accepted_spec=_read_object(data.get(names.ACCEPTED_SPEC_FILE, "")),
-        switch=_read_switch(data.get(names.MODELS_FILE, "")),
-        revisions={
-            key.removeprefix(REVISION_KEY_PREFIX): value
-            for key, value in data.items()
-            if key.startswith(REVISION_KEY_PREFIX)
-        },
-    )
 
 
 def resolve_revisions(known: Mapping[str, str], pods: Iterable[Pod]) -> dict[str, str]:
@@ -118,35 +36,6 @@ def resolve_revisions(known: Mapping[str, str], pods: Iterable[Pod]) -> dict[str
         if pod.model_id and pod.resolved_revision:
             found.setdefault(pod.model_id, pod.resolved_revision)
     return {**found, **known}
-
-
-def _read_switch(text: str) -> ModelSwitch | None:
-    """Reads which models are served; None: it was not stored, or somebody edited it."""
-    try:
-        models = [ModelSpec.model_validate(model) for model in json.loads(text)]
-    except (ValueError, TypeError):
-        return None
-    return ModelSwitch(served=models[0], replaced=models[1] if len(models) > 1 else None) if models else None
-
-
-def write_switch(switch: ModelSwitch) -> str:
-    """Writes which models are served, the present one first."""
-    models = [model.model_dump(mode="json", by_alias=True, exclude_defaults=True) for model in switch.models]
-    return json.dumps(models, sort_keys=True)
-
-
-def _read_object(text: str) -> Object | None:
-    """Reads a JSON object; None: there is none, or somebody edited it."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def write_plan(plan: plan_pb2.Plan) -> str:
-    """Writes the plan as the routers read it (``--plan``)."""
-    return json.dumps(json_format.MessageToDict(plan, preserving_proto_field_name=True), sort_keys=True)
 
 
 def make_plan(

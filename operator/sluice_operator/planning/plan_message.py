@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sluice.v1 import plan_pb2
 from sluice_operator.api.field_types import percent
 from sluice_operator.api.model_identity import identify_model
-from sluice_operator.api.proto_enums import PROTO_ROLES
+from sluice_operator.api.proto_roles import PROTO_ROLES
 from sluice_operator.api.sliders import Sliders, resolve_sliders, resolve_strategy, write_parameters
 
 if TYPE_CHECKING:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api.names import DELETION_COST_ANNOTATION, DRAINING_SINCE_ANNOTATION, ROLE_LABEL, ROLE_VALUES
-from sluice_operator.resources.pods.pod_status import DELETION_COST, DRAINED_DELETION_COST
+from sluice_operator.api.labels import (
+    DELETION_COST,
+    DELETION_COST_ANNOTATION,
+    DRAINED_DELETION_COST,
+    DRAINING_SINCE_ANNOTATION,
+    ROLE_LABEL,
+    ROLE_VALUES,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from sluice_core.records import EngineId
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
     from sluice_operator.planning.scale_down import ScaleDecision
     from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.routers.engine_reports import EngineReport

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_operator.api.names import UPGRADE_ANNOTATION
-from sluice_operator.kubernetes.interface import annotations_of
+from sluice_operator.api.labels import UPGRADE_ANNOTATION
+from sluice_operator.kubernetes.objects import annotations_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sluice_operator.api.names import ClusterKey
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 # A new leader hears of upgrades under way first; only then it begins others.
 SETTLE_S = 30.0

@@ -6,26 +6,25 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sluice_operator.api.condition_types import Reason
-from sluice_operator.kubernetes.interface import (
-    CERTIFICATES,
-    CLUSTERS,
-    DISRUPTION_BUDGETS,
-    ConflictError,
-    ForbiddenError,
-    InvalidError,
-    kind_of,
-    name_of,
-    uid_of,
+from sluice_operator.kubernetes.errors import ForbiddenError, InvalidError, exceeds_quota
+from sluice_operator.kubernetes.kinds import CERTIFICATES, DISRUPTION_BUDGETS, kind_of
+from sluice_operator.kubernetes.objects import name_of, uid_of
+from sluice_operator.kubernetes.quantities import read_quantity
+from sluice_operator.resources.children import key_of
+from sluice_operator.resources.owner_references import (
+    describe_conflict,
+    is_owned,
+    set_controller_reference,
 )
-from sluice_operator.resources.desired import get_controller, is_applied, key_of, require_uid, set_controller_reference
 from sluice_operator.resources.pods.pod_status import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Collection, Mapping
 
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.kubernetes.interface import Kubernetes, Object
-    from sluice_operator.resources.desired import ChildKey
+    from sluice_operator.kubernetes.interface import Kubernetes
+    from sluice_operator.kubernetes.objects import Object
+    from sluice_operator.resources.children import ChildKey
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class ChildApplier:
         if live is not None and self.is_owned(live) and is_applied(child, live):
             return
         live = live or await self.get_live(child)
-        if self.may_write(child, live):
+        if self.may_write(live):
             await self.try_write(self.kubernetes.apply(require_uid(child, live)), f"{child['kind']} {name_of(child)}")
 
     async def get_live(self, child: Object) -> Object | None:
@@ -79,10 +78,9 @@ class ChildApplier:
 
     def is_owned(self, live: Object) -> bool:
         """Whether an object belongs to this very cluster."""
-        owner = get_controller(live)
-        return owner is not None and owner["uid"] == self._cluster.metadata.uid
+        return is_owned(live, self._cluster.metadata.uid)
 
-    def may_write(self, child: Object, live: Object | None) -> bool:
+    def may_write(self, live: Object | None) -> bool:
         """Whether the name is free or ours.
 
         Raises:
@@ -90,12 +88,7 @@ class ChildApplier:
         """
         if live is None or self.is_owned(live):
             return True
-        owner = get_controller(live)
-        what = f"{child['kind']} {name_of(child)}"
-        if owner and (owner["kind"], owner["name"]) == (CLUSTERS.name, self._cluster.metadata.name):
-            raise ConflictError(f"{what} of the deleted cluster of this name is not gone yet")
-        message = f"{what} exists and is not this cluster's; rename or delete it, or rename the cluster"
-        self.failures.append(Failure(reason=Reason.NAME_CONFLICT, message=message))
+        self.failures.append(describe_conflict(live, self._cluster))
         return False
 
     async def try_write(self, write: Awaitable[Any], what: str) -> bool:
@@ -110,7 +103,7 @@ class ChildApplier:
             # An invalid Deployment can only come from the user's podTemplate.
             is_template = isinstance(error, InvalidError) and what.startswith("Deployment")
             reason = Reason.POD_TEMPLATE_REFUSED if is_template else Reason.FORBIDDEN
-            if "exceeded quota" in str(error):
+            if exceeds_quota(str(error)):
                 reason = Reason.QUOTA_EXCEEDED
             self.failures.append(Failure(reason=reason, message=f"{what}: {error}"))
             logger.warning("%s: %s", what, error)
@@ -128,3 +121,41 @@ class ChildApplier:
                 kind, namespace = kind_of(live), self._cluster.metadata.namespace
                 delete = self.kubernetes.delete(kind, namespace, name_of(live), uid_of(live))
                 await self.try_write(delete, f"{key[0]} {key[1]}")
+
+
+def is_applied(wanted: Any, live: Any) -> bool:
+    """Whether the live object has every desired value; fields that the server or others add are ignored.
+
+    Lists of named items are compared by name, other lists as a whole.
+    """
+    if isinstance(wanted, dict):
+        return (live is None and not wanted) or (
+            isinstance(live, dict) and all(is_applied(value, live.get(name)) for name, value in wanted.items())
+        )
+    if isinstance(wanted, list):
+        if not isinstance(live, list):
+            return not wanted and live is None
+        if wanted and all(isinstance(item, dict) and "name" in item for item in wanted):
+            found = {item.get("name"): item for item in live if isinstance(item, dict)}
+            return all(is_applied(item, found.get(item["name"])) for item in wanted)
+        return len(wanted) == len(live) and all(is_applied(*pair) for pair in zip(wanted, live, strict=True))
+    return _is_same(wanted, live)
+
+
+def _is_same(wanted: object, live: object) -> bool:
+    """Whether two values are equal: the server drops empty and false values, and rewrites quantities."""
+    if wanted == live or (live is None and not wanted):
+        return True
+    if not isinstance(wanted, int | str) or not isinstance(live, int | str):
+        return False
+    try:
+        return read_quantity(wanted) == read_quantity(live)
+    except ValueError:
+        return False
+
+
+def require_uid(child: Object, live: Object | None) -> Object:
+    """Adds the uid of the live object, so that no other one of this name is written."""
+    if live is None:
+        return child
+    return {**child, "metadata": {**child["metadata"], "uid": uid_of(live)}}

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
-from sluice_operator.kubernetes.interface import annotations_of
+from sluice_operator.api.labels import DEFAULT_IMAGE_ANNOTATION
+from sluice_operator.kubernetes.objects import annotations_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ def keep_default_images(
 def _read_kept(deployment: Object | None, component: str) -> str | None:
     if deployment is None:
         return None
-    kept = annotations_of(deployment).get(names.DEFAULT_IMAGE_ANNOTATION)
+    kept = annotations_of(deployment).get(DEFAULT_IMAGE_ANNOTATION)
     if kept is None:
         # An operator that kept no image made it.
         containers = deployment["spec"]["template"]["spec"]["containers"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
+from sluice_operator.api.labels import label_child, select_component
 
 # So many pods of one kind at a time.
 EVICTIONS_AT_ONCE = 1
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 
 def render_disruption_budgets(cluster: ServingCluster) -> list[Object]:
@@ -24,11 +25,11 @@ def render_disruption_budgets(cluster: ServingCluster) -> list[Object]:
             "kind": "PodDisruptionBudget",
             "metadata": {
                 "name": names.name_workload(name, component),
-                "labels": names.label_child(name, component),
+                "labels": label_child(name, component),
             },
             "spec": {
                 "maxUnavailable": EVICTIONS_AT_ONCE,
-                "selector": {"matchLabels": names.select_component(name, component)},
+                "selector": {"matchLabels": select_component(name, component)},
                 "unhealthyPodEvictionPolicy": "AlwaysAllow",
             },
         }

@@ -10,19 +10,37 @@ from typing import TYPE_CHECKING
 
 from sluice_core.records import EngineId
 from sluice_operator.api import names
+from sluice_operator.api.labels import (
+    DEFAULT_IMAGE_ANNOTATION,
+    MODEL_LABEL,
+    RESTART_HASH_ANNOTATION,
+    label_child,
+    select_component,
+)
 from sluice_operator.api.model_identity import identify_model
+from sluice_operator.api.ports import ENGINE_PORT, METRICS_PORT
 from sluice_operator.kubernetes.quantities import add_bytes
-from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
-from sluice_operator.resources.commands import EngineSite, render_engine_command, render_engine_environment
-from sluice_operator.resources.pods import containers, pod_defaults, pod_placement, rdma
+from sluice_operator.resources import rolling_update
+from sluice_operator.resources.command_lines import EngineSite, render_engine_command, render_engine_environment
+from sluice_operator.resources.pods import (
+    containers,
+    image_pull,
+    pod_defaults,
+    pod_placement,
+    probes,
+    rdma,
+    security_context,
+    termination,
+)
 from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
+from sluice_operator.resources.pods.secrets import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.pods.user_pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
-    from sluice_operator.kubernetes.interface import Object
-    from sluice_operator.resources.commands import Security
+    from sluice_operator.kubernetes.objects import Object
+    from sluice_operator.resources.command_lines import Security
 
 # The kubelet fills these in: Kubernetes replaces $(NAME) in a command by the variable's value.
 ENGINE_ID_VARIABLE = "SLUICE_ENGINE_ID"
@@ -38,8 +56,6 @@ CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor",  # noqa: S108
     "TRITON_CACHE_DIR": "/tmp/triton",  # noqa: S108
 }
-# Beyond the start itself: pulling an image of ten gigabytes.
-PULL_MARGIN_S = 1800
 
 
 def render_engines(cluster: ServingCluster, replicas: int, default_image: str, gpu_resource_name: str = "") -> Object:
@@ -52,35 +68,19 @@ def render_engines(cluster: ServingCluster, replicas: int, default_image: str, g
         gpu_resource_name: Extended resource of GPUs, of manifests that name none; empty: nodes have none.
     """
     name, spec = cluster.metadata.name, cluster.spec
-    labels = names.select_component(name, names.ENGINE)
-    gate = spec.rollout.gate
-    min_ready_s = gate.duration_seconds if gate else 0
-    # Must be above minReadySeconds, which grows while a batch waits for its verdict.
-    deadline_s = spec.engine.startup_timeout_seconds + PULL_MARGIN_S + min_ready_s
-    deadline_s += gate.timeout_seconds if gate else 0
+    labels = select_component(name, names.ENGINE)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
         "metadata": {
             "name": names.name_workload(name, names.ENGINE),
-            "labels": names.label_child(name, names.ENGINE),
-            "annotations": {names.DEFAULT_IMAGE_ANNOTATION: "" if spec.engine.image else default_image},
+            "labels": label_child(name, names.ENGINE),
+            "annotations": {DEFAULT_IMAGE_ANNOTATION: "" if spec.engine.image else default_image},
         },
         "spec": {
             "replicas": replicas,
             "selector": {"matchLabels": labels},
-            "strategy": {
-                "type": "RollingUpdate",
-                "rollingUpdate": {
-                    "maxSurge": spec.rollout.max_surge,
-                    "maxUnavailable": spec.rollout.max_unavailable,
-                },
-            },
-            "paused": spec.rollout.paused,
-            # Until its verdict, or so long without one, a new engine lets no other be replaced.
-            "minReadySeconds": min_ready_s,
-            "revisionHistoryLimit": 3,
-            "progressDeadlineSeconds": deadline_s,
+            **rolling_update.render_rolling_update(spec),
             "template": _render_template(cluster, spec.engine.image or default_image, gpu_resource_name),
         },
     }
@@ -88,7 +88,7 @@ def render_engines(cluster: ServingCluster, replicas: int, default_image: str, g
 
 def _render_template(cluster: ServingCluster, image: str, gpu_resource_name: str) -> Object:
     name, spec = cluster.metadata.name, cluster.spec
-    labels = names.select_component(name, names.ENGINE)
+    labels = select_component(name, names.ENGINE)
     # Emulated engines load no weights.
     model = mount_model(spec.model, names.name_plan(name), files=ROUTER_FILES if spec.engine.emulation else ())
     # Engines ask routers for certificates; the control plane speaks with routers only.
@@ -103,7 +103,7 @@ def _render_template(cluster: ServingCluster, image: str, gpu_resource_name: str
         memory["sizeLimit"] = str(spec.engine.shared_memory)
     template: Object = {
         "metadata": {
-            "labels": {**names.label_child(name, names.ENGINE), names.MODEL_LABEL: identify_model(spec.model)},
+            "labels": {**label_child(name, names.ENGINE), MODEL_LABEL: identify_model(spec.model)},
             "annotations": {},
         },
         "spec": {
@@ -114,6 +114,7 @@ def _render_template(cluster: ServingCluster, image: str, gpu_resource_name: str
             "topologySpreadConstraints": pod_placement.render_topology_spread(labels),
             "containers": [container],
             "volumes": [*model.volumes, pod_defaults.TMP_VOLUME, {"name": SHARED_MEMORY, "emptyDir": memory}, *volumes],
+            **image_pull.render_pull_secrets(spec.engine),
             **pod_placement.render_placement(spec.engine),
         },
     }
@@ -125,7 +126,7 @@ def _render_template(cluster: ServingCluster, image: str, gpu_resource_name: str
         rdma.add_rdma(template, container, spec.network.rdma, image)
     merged: Object = strategic_merge(template, spec.engine.pod_template)
     digest = compute_rollout_hash(spec, RESTARTS_ENGINES, image)
-    merged["metadata"].setdefault("annotations", {})[names.RESTART_HASH_ANNOTATION] = digest
+    merged["metadata"].setdefault("annotations", {})[RESTART_HASH_ANNOTATION] = digest
     return merged
 
 
@@ -133,23 +134,23 @@ def _render_container(spec: ServingClusterSpec, image: str, security: Security) 
     site = EngineSite(
         engine_id=EngineId(f"$({ENGINE_ID_VARIABLE})"),
         host="0.0.0.0",
-        port=names.ENGINE_PORT,
-        metrics_port=names.METRICS_PORT,
+        port=ENGINE_PORT,
+        metrics_port=METRICS_PORT,
         kv_host=f"$({KV_HOST_VARIABLE})",
         kv_port=spec.network.kv_port,
         model_directory=MODEL_DIRECTORY,
     )
-    ports = {"grpc": names.ENGINE_PORT, "metrics": names.METRICS_PORT, "kv": spec.network.kv_port}
+    ports = {"grpc": ENGINE_PORT, "metrics": METRICS_PORT, "kv": spec.network.kv_port}
     return {
         "name": names.ENGINE,
         "image": image,
-        "imagePullPolicy": "IfNotPresent",
+        "imagePullPolicy": image_pull.PULL_POLICY,
         "command": render_engine_command(spec, site, security),
         "env": _render_variables(spec),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
-        "securityContext": containers.CONTAINER_SECURITY,
-        "lifecycle": containers.LIFECYCLE,
-        **containers.render_probes("/readyz", spec.engine.startup_timeout_seconds),
+        "securityContext": security_context.CONTAINER_SECURITY,
+        "lifecycle": termination.LIFECYCLE,
+        **probes.render_probes("/readyz", spec.engine.startup_timeout_seconds),
         "volumeMounts": [containers.TMP_MOUNT, {"name": SHARED_MEMORY, "mountPath": "/dev/shm"}],  # noqa: S108
     }
 

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.field_types import port_range
+from sluice_operator.api.labels import NAME_LABEL, label_child, select_component
+from sluice_operator.api.ports import CONTROL_PORT, ENGINE_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 # Set by Kubernetes on every namespace.
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
@@ -23,20 +25,20 @@ def render_network_policies(cluster: ServingCluster, operator_namespace: str) ->
         operator_namespace: Where the operator runs; nobody else reaches the control ports.
     """
     name, spec = cluster.metadata.name, cluster.spec
-    engines = {"podSelector": {"matchLabels": names.select_component(name, names.ENGINE)}}
-    routers = {"podSelector": {"matchLabels": names.select_component(name, names.ROUTER)}}
+    engines = {"podSelector": {"matchLabels": select_component(name, names.ENGINE)}}
+    routers = {"podSelector": {"matchLabels": select_component(name, names.ROUTER)}}
     operator = {
         "namespaceSelector": {"matchLabels": {NAMESPACE_LABEL: operator_namespace}},
-        "podSelector": {"matchLabels": {names.NAME_LABEL: names.MANAGER}},
+        "podSelector": {"matchLabels": {NAME_LABEL: names.MANAGER}},
     }
     # Scrapers run in any namespace; the kubelet's probes pass every policy.
-    metrics = {"from": [{"namespaceSelector": {}}], "ports": [_allow(names.METRICS_PORT)]}
+    metrics = {"from": [{"namespaceSelector": {}}], "ports": [_allow(METRICS_PORT)]}
     return [
         _render_policy(
             name,
             names.ENGINE,
             [
-                {"from": [routers], "ports": [_allow(names.ENGINE_PORT)]},
+                {"from": [routers], "ports": [_allow(ENGINE_PORT)]},
                 {"from": [engines], "ports": _allow_kv(spec)},
                 metrics,
             ],
@@ -45,8 +47,8 @@ def render_network_policies(cluster: ServingCluster, operator_namespace: str) ->
             name,
             names.ROUTER,
             [
-                {"ports": [_allow(names.HTTP_PORT), _allow(names.GRPC_PORT)]},
-                {"from": [operator], "ports": [_allow(names.CONTROL_PORT)]},
+                {"ports": [_allow(HTTP_PORT), _allow(GRPC_PORT)]},
+                {"from": [operator], "ports": [_allow(CONTROL_PORT)]},
                 metrics,
             ],
         ),
@@ -59,10 +61,10 @@ def _render_policy(cluster: str, component: str, ingress: list[Object]) -> Objec
         "kind": "NetworkPolicy",
         "metadata": {
             "name": names.name_workload(cluster, component),
-            "labels": names.label_child(cluster, component),
+            "labels": label_child(cluster, component),
         },
         "spec": {
-            "podSelector": {"matchLabels": names.select_component(cluster, component)},
+            "podSelector": {"matchLabels": select_component(cluster, component)},
             "policyTypes": ["Ingress"],
             "ingress": ingress,
         },

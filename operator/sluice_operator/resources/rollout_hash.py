@@ -12,12 +12,12 @@ import json
 from typing import TYPE_CHECKING
 
 from sluice_operator.api.field_effects import FieldEffect, walk_fields
-from sluice_operator.api.names import RESTART_HASH_ANNOTATION, TEMPLATE_ANNOTATION
-from sluice_operator.kubernetes.interface import annotations_of
+from sluice_operator.api.labels import RESTART_HASH_ANNOTATION, TEMPLATE_ANNOTATION
+from sluice_operator.kubernetes.objects import annotations_of
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingClusterSpec
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 RESTARTS_ENGINES = frozenset({FieldEffect.RESTARTS_ENGINES, FieldEffect.RESTARTS_ALL})
 RESTARTS_ROUTERS = frozenset({FieldEffect.RESTARTS_ROUTERS, FieldEffect.RESTARTS_ALL})

@@ -6,12 +6,12 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api import names
-from sluice_operator.kubernetes.interface import annotations_of
+from sluice_operator.api.labels import RESTART_HASH_ANNOTATION, ROLLOUT_ANNOTATION
+from sluice_operator.kubernetes.objects import annotations_of
 from sluice_operator.resources.rollout_hash import read_kept_template
 
 if TYPE_CHECKING:
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,14 @@ class RolloutState:
     num_unmeasured: int = 0
     failure: str = ""
 
+    def to_json(self) -> str:
+        """Serializes to JSON; ``find_roll`` reads it."""
+        return json.dumps(asdict(self), sort_keys=True)
+
 
 def hash_of(template: Object) -> str:
     """Restart hash that a pod template carries."""
-    return annotations_of(template).get(names.RESTART_HASH_ANNOTATION, "")
+    return annotations_of(template).get(RESTART_HASH_ANNOTATION, "")
 
 
 def find_roll(live: Object | None, target_hash: str) -> RolloutState | None:
@@ -55,7 +59,7 @@ def find_roll(live: Object | None, target_hash: str) -> RolloutState | None:
     running = read_kept_template(live)
     if running is None:
         return None
-    stored = _read_state(annotations_of(live).get(names.ROLLOUT_ANNOTATION, "")) if live else None
+    stored = _read_state(annotations_of(live).get(ROLLOUT_ANNOTATION, "")) if live else None
     if stored is not None and stored.target_hash == target_hash:
         return stored
     # A roll that an edit overtakes never became good: what served before it still is.
@@ -67,58 +71,8 @@ def find_roll(live: Object | None, target_hash: str) -> RolloutState | None:
 
 def went_back(live: Object) -> bool:
     """Whether a Deployment runs the template from before a roll that failed."""
-    stored = _read_state(annotations_of(live).get(names.ROLLOUT_ANNOTATION, ""))
+    stored = _read_state(annotations_of(live).get(ROLLOUT_ANNOTATION, ""))
     return stored is not None and bool(stored.failure)
-
-
-def mark_rollout(deployment: Object, state: RolloutState | None, *, is_held: bool) -> Object:
-    """Puts a roll into the Deployment that is to be applied.
-
-    Args:
-        deployment: As rendered, with the template that the spec asks for.
-        state: The roll; None: there is none.
-        is_held: Whether no further engine is replaced now.
-    """
-    if state is None:
-        return deployment
-    spec, metadata = deployment["spec"], deployment["metadata"]
-    annotations = {**annotations_of(deployment), names.ROLLOUT_ANNOTATION: json.dumps(asdict(state), sort_keys=True)}
-    if state.failure:
-        text = json.dumps(state.good_template, sort_keys=True, separators=(",", ":"))
-        annotations[names.TEMPLATE_ANNOTATION] = text
-        spec = {**spec, "template": state.good_template}
-    elif is_held or not state.num_passed:
-        # A paused Deployment still ends its old pods once all new ones are available: they are not, until the verdict.
-        # The first batch is held by this from its beginning, however late the operator comes to pause it.
-        spec = {**spec, "paused": spec["paused"] or is_held, "minReadySeconds": spec["progressDeadlineSeconds"] - 1}
-    return {
-        **deployment,
-        "metadata": {**metadata, "annotations": annotations},
-        "spec": spec,
-    }
-
-
-def hold_split(deployment: Object, max_unavailable: int | None) -> Object:
-    """Keeps engines of two models side by side in the Deployment that is to be applied.
-
-    New engines never become available meanwhile, so Kubernetes goes no further than the step allows, whoever leads.
-
-    Args:
-        deployment: As rendered.
-        max_unavailable: Engines of the older model that may be away; None: one model is served.
-    """
-    if max_unavailable is None:
-        return deployment
-    spec = deployment["spec"]
-    update = {**spec["strategy"]["rollingUpdate"], "maxUnavailable": max_unavailable}
-    return {
-        **deployment,
-        "spec": {
-            **spec,
-            "strategy": {**spec["strategy"], "rollingUpdate": update},
-            "minReadySeconds": spec["progressDeadlineSeconds"] - 1,
-        },
-    }
 
 
 def _read_state(text: str) -> RolloutState | None:

@@ -5,19 +5,37 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
+from sluice_operator.api.labels import (
+    CONTROL_TLS_ANNOTATION,
+    DEFAULT_IMAGE_ANNOTATION,
+    MODEL_LABEL,
+    RESTART_HASH_ANNOTATION,
+    label_child,
+    select_component,
+)
 from sluice_operator.api.model_identity import identify_model
-from sluice_operator.resources.certificates import describe_security, locate_in_pod, mount_secrets
-from sluice_operator.resources.commands import RouterSite, render_router_command
-from sluice_operator.resources.pods import containers, pod_defaults, pod_placement
+from sluice_operator.api.ports import CONTROL_PORT, ENGINE_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
+from sluice_operator.resources import rolling_update
+from sluice_operator.resources.command_lines import RouterSite, render_router_command
+from sluice_operator.resources.pods import (
+    containers,
+    image_pull,
+    pod_defaults,
+    pod_placement,
+    probes,
+    security_context,
+    termination,
+)
 from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
+from sluice_operator.resources.pods.secrets import describe_security, locate_in_pod, mount_secrets
 from sluice_operator.resources.pods.user_pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ROUTERS, compute_rollout_hash
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.api.spec.pod_fields import Resources
-    from sluice_operator.kubernetes.interface import Object
-    from sluice_operator.resources.commands import Security
+    from sluice_operator.kubernetes.objects import Object
+    from sluice_operator.resources.command_lines import Security
 
 PLAN_DIRECTORY = "/etc/sluice/plan"
 PLAN_VOLUME = "plan"
@@ -44,13 +62,13 @@ def render_routers(cluster: ServingCluster, default_image: str, control_name: st
         "kind": "Deployment",
         "metadata": {
             "name": names.name_workload(name, names.ROUTER),
-            "labels": names.label_child(name, names.ROUTER),
-            "annotations": {names.DEFAULT_IMAGE_ANNOTATION: "" if spec.router.image else default_image},
+            "labels": label_child(name, names.ROUTER),
+            "annotations": {DEFAULT_IMAGE_ANNOTATION: "" if spec.router.image else default_image},
         },
         "spec": {
             "replicas": spec.router.replicas,
-            "selector": {"matchLabels": names.select_component(name, names.ROUTER)},
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "selector": {"matchLabels": select_component(name, names.ROUTER)},
+            "strategy": rolling_update.ROUTER_STRATEGY,
             "revisionHistoryLimit": 3,
             "template": _render_template(cluster, spec.router.image or default_image, control_name),
         },
@@ -59,7 +77,7 @@ def render_routers(cluster: ServingCluster, default_image: str, control_name: st
 
 def _render_template(cluster: ServingCluster, image: str, control_name: str) -> Object:
     name, spec = cluster.metadata.name, cluster.spec
-    labels = names.select_component(name, names.ROUTER)
+    labels = select_component(name, names.ROUTER)
     model = mount_model(spec.model, names.name_plan(name), files=ROUTER_FILES)
     plan = {
         "name": PLAN_VOLUME,
@@ -75,9 +93,7 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
     container["volumeMounts"] += [model.mount, *mounts]
     container["env"] = [*model.variables, *container["env"]]
     template: Object = {
-        "metadata": {
-            "labels": {**names.label_child(name, names.ROUTER), names.MODEL_LABEL: identify_model(spec.model)}
-        },
+        "metadata": {"labels": {**label_child(name, names.ROUTER), MODEL_LABEL: identify_model(spec.model)}},
         "spec": {
             **pod_defaults.render_pod_defaults(
                 spec.router.service_account_name or names.name_workload(name, names.ROUTER),
@@ -86,6 +102,7 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
             "topologySpreadConstraints": pod_placement.render_topology_spread(labels),
             "containers": [container],
             "volumes": [*model.volumes, pod_defaults.TMP_VOLUME, plan, *volumes],
+            **image_pull.render_pull_secrets(spec.router),
             **pod_placement.render_placement(spec.router),
         },
     }
@@ -96,8 +113,8 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
     merged: Object = strategic_merge(template, spec.router.pod_template)
     merged["metadata"].setdefault("annotations", {}).update(
         {
-            names.RESTART_HASH_ANNOTATION: compute_rollout_hash(spec, RESTARTS_ROUTERS, image, security.control_name),
-            **({names.CONTROL_TLS_ANNOTATION: security.router_name} if security.router_name else {}),
+            RESTART_HASH_ANNOTATION: compute_rollout_hash(spec, RESTARTS_ROUTERS, image, security.control_name),
+            **({CONTROL_TLS_ANNOTATION: security.router_name} if security.router_name else {}),
         }
     )
     return merged
@@ -106,24 +123,24 @@ def _render_template(cluster: ServingCluster, image: str, control_name: str) -> 
 def _render_container(cluster: ServingCluster, image: str, security: Security) -> Object:
     site = RouterSite(
         host="0.0.0.0",
-        http_port=names.HTTP_PORT,
-        grpc_port=names.GRPC_PORT,
-        control_port=names.CONTROL_PORT,
-        metrics_port=names.METRICS_PORT,
+        http_port=HTTP_PORT,
+        grpc_port=GRPC_PORT,
+        control_port=CONTROL_PORT,
+        metrics_port=METRICS_PORT,
         model_directory=MODEL_DIRECTORY,
-        engines=f"dns:{names.name_engine_service(cluster.metadata.name)}:{names.ENGINE_PORT}",
+        engines=f"dns:{names.name_engine_service(cluster.metadata.name)}:{ENGINE_PORT}",
         plan_file=f"{PLAN_DIRECTORY}/{names.PLAN_FILE}",
     )
     ports = {
-        "http": names.HTTP_PORT,
-        "grpc": names.GRPC_PORT,
-        "control": names.CONTROL_PORT,
-        "metrics": names.METRICS_PORT,
+        "http": HTTP_PORT,
+        "grpc": GRPC_PORT,
+        "control": CONTROL_PORT,
+        "metrics": METRICS_PORT,
     }
     return {
         "name": names.ROUTER,
         "image": image,
-        "imagePullPolicy": "IfNotPresent",
+        "imagePullPolicy": image_pull.PULL_POLICY,
         "command": render_router_command(cluster.spec, site, security),
         "env": containers.render_environment(
             {"HOME": containers.TMP_MOUNT["mountPath"], MODEL_ID_VARIABLE: identify_model(cluster.spec.model)},
@@ -131,9 +148,9 @@ def _render_container(cluster: ServingCluster, image: str, security: Security) -
         ),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "resources": _render_resources(cluster.spec.router.resources),
-        "securityContext": containers.CONTAINER_SECURITY,
-        "lifecycle": containers.LIFECYCLE,
-        **containers.render_probes("/livez", STARTUP_S),
+        "securityContext": security_context.CONTAINER_SECURITY,
+        "lifecycle": termination.LIFECYCLE,
+        **probes.render_probes("/livez", STARTUP_S),
         "volumeMounts": [
             containers.TMP_MOUNT,
             {"name": PLAN_VOLUME, "mountPath": PLAN_DIRECTORY, "readOnly": True},

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
+from sluice_operator.api.labels import label_child
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 
 def render_service_accounts(cluster: ServingCluster) -> list[Object]:
@@ -18,7 +19,7 @@ def render_service_accounts(cluster: ServingCluster) -> list[Object]:
         {
             "apiVersion": "v1",
             "kind": "ServiceAccount",
-            "metadata": {"name": names.name_workload(name, component), "labels": names.label_child(name, component)},
+            "metadata": {"name": names.name_workload(name, component), "labels": label_child(name, component)},
             "automountServiceAccountToken": False,
         }
         for component in (names.ENGINE, names.ROUTER)

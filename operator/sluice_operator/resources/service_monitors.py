@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
+from sluice_operator.api.labels import label_child, select_component
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 
 def render_service_monitors(cluster: ServingCluster, labels: Mapping[str, str]) -> list[Object]:
@@ -27,10 +28,10 @@ def render_service_monitors(cluster: ServingCluster, labels: Mapping[str, str]) 
             "kind": "ServiceMonitor",
             "metadata": {
                 "name": names.name_workload(name, component),
-                "labels": {**labels, **names.label_child(name, component)},
+                "labels": {**labels, **label_child(name, component)},
             },
             "spec": {
-                "selector": {"matchLabels": names.select_component(name, component)},
+                "selector": {"matchLabels": select_component(name, component)},
                 "endpoints": [{"port": "metrics"}],
             },
         }

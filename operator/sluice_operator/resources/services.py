@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
+from sluice_operator.api.labels import MODEL_LABEL, label_child, select_component
+from sluice_operator.api.ports import CONTROL_PORT, ENGINE_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 
 def render_services(cluster: ServingCluster, router_model: str = "") -> list[Object]:
@@ -22,22 +24,22 @@ def render_services(cluster: ServingCluster, router_model: str = "") -> list[Obj
     clients = {
         "type": service.type,
         "ports": [
-            _render_port("http", service.port, names.HTTP_PORT),
-            _render_port("grpc", names.GRPC_PORT, names.GRPC_PORT),
+            _render_port("http", service.port, HTTP_PORT),
+            _render_port("grpc", GRPC_PORT, GRPC_PORT),
         ],
     }
     # Engines that start or end have no endpoints otherwise, and routers must keep streams to those that drain.
     headless = {"clusterIP": "None", "publishNotReadyAddresses": True}
-    metrics = _render_port("metrics", names.METRICS_PORT, names.METRICS_PORT)
-    engines = {**headless, "ports": [_render_port("grpc", names.ENGINE_PORT, names.ENGINE_PORT), metrics]}
-    control = {**headless, "ports": [_render_port("control", names.CONTROL_PORT, names.CONTROL_PORT), metrics]}
+    metrics = _render_port("metrics", METRICS_PORT, METRICS_PORT)
+    engines = {**headless, "ports": [_render_port("grpc", ENGINE_PORT, ENGINE_PORT), metrics]}
+    control = {**headless, "ports": [_render_port("control", CONTROL_PORT, CONTROL_PORT), metrics]}
     rendered = [
         _render_service(name, names.name_router_service(name), names.ROUTER, clients),
         _render_service(name, names.name_engine_service(name), names.ENGINE, engines),
         _render_service(name, names.name_control_service(name), names.ROUTER, control),
     ]
     if router_model:
-        rendered[0]["spec"]["selector"] |= {names.MODEL_LABEL: router_model}
+        rendered[0]["spec"]["selector"] |= {MODEL_LABEL: router_model}
     if service.annotations:
         rendered[0]["metadata"]["annotations"] = dict(service.annotations)
     return rendered
@@ -47,8 +49,8 @@ def _render_service(cluster: str, name: str, component: str, spec: Object) -> Ob
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {"name": name, "labels": names.label_child(cluster, component)},
-        "spec": {**spec, "selector": names.select_component(cluster, component)},
+        "metadata": {"name": name, "labels": label_child(cluster, component)},
+        "spec": {**spec, "selector": select_component(cluster, component)},
     }
 
 

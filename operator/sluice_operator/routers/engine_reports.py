@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sluice.v1 import control_pb2
 from sluice_core.records import EngineId
-from sluice_operator.api.proto_enums import ROLES
+from sluice_operator.api.proto_roles import ROLES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from sluice_core.records import PrefillOrder, RequestId
-from sluice_core.scheduling.batching import EngineBatch
+from sluice_core.records import RequestId
+from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.scheduling.prefill_order.ordered_selection import OrderedSelector
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
+from sluice_core.strategy_parameters import PrefillOrder
 
 
 class DeadlineSelector(OrderedSelector):

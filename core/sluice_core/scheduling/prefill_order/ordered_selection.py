@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from sluice_core.records import PrefillOrder, RequestId
-from sluice_core.scheduling.batching import PRIORITY_HEAD_START_S, PrefillSelector
+from sluice_core.records import RequestId
+from sluice_core.scheduling.engine_policy import PrefillSelector
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor, QueuedPrefill, SlackOrder
+from sluice_core.scheduling.waiting_order import PRIORITY_HEAD_START_S
+from sluice_core.strategy_parameters import PrefillOrder
 
 
 class OrderedSelector(PrefillSelector):

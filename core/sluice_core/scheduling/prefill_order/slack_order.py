@@ -14,7 +14,8 @@ from itertools import chain
 from typing import Final
 
 from sluice_core.latency import LatencyModel, PrefillCoefficients, compute_attention_work
-from sluice_core.records import PrefillOrder, RequestId
+from sluice_core.records import RequestId
+from sluice_core.strategy_parameters import PrefillOrder
 
 _CHANGED: Final = 0.1  # relative change of a prediction beyond which all slacks are predicted again
 _SAMPLE_TOKENS: Final = 1024  # of the prefill whose prediction is compared

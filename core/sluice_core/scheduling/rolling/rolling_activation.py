@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterable
 
 from sluice_core.latency import compute_attention_work
-from sluice_core.records import Decision, Hold, PrefillRequest, StrategyParameters
+from sluice_core.records import Decision, Hold, PrefillRequest
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import EngineState, get_view
 from sluice_core.scheduling.engine_table import EngineTable
@@ -24,6 +24,7 @@ from sluice_core.scheduling.placement_records import NUM_RECORDS
 from sluice_core.scheduling.prefill_feasibility import AssignPass
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.rolling.macro_instances import MacroInstances
+from sluice_core.strategy_parameters import StrategyParameters
 
 SATISFIED = ""
 KV = "kv"

@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from sluice_core.records import EngineId, IterationShape, StrategyParameters
+from sluice_core.records import EngineId, IterationShape
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_state import EngineState
 from sluice_core.scheduling.engine_table import EngineTable
+from sluice_core.strategy_parameters import StrategyParameters
 
 _LEAST_GAIN: Final = 0.02  # weight of the newest length in a running mean
 

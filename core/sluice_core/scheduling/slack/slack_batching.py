@@ -15,12 +15,13 @@ from __future__ import annotations
 from typing import Final
 
 from sluice_core.latency import LatencyModel
-from sluice_core.records import IterationShape, MoveCause, MoveProposal, StrategyParameters
-from sluice_core.scheduling.batching import BatchLimits, EngineBatch
+from sluice_core.records import IterationShape, MoveCause, MoveProposal
 from sluice_core.scheduling.chunked_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import MAX_STANDING_PROPOSALS, propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
+from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch
 from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
+from sluice_core.strategy_parameters import StrategyParameters
 
 LOST_SLACK_S: Final = 1.0  # nobody waits for a decode that is behind by more: that would take dozens of iterations
 

@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from sluice_core.records import Decision, Hold, PrefillRequest, StrategyParameters
+from sluice_core.records import Decision, Hold, PrefillRequest
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import Entry, get_view
 from sluice_core.scheduling.engine_table import EngineTable
@@ -20,6 +20,7 @@ from sluice_core.scheduling.prefill_feasibility import AssignPass
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.slack.decode_packing import DecodePacking
 from sluice_core.scheduling.slack.slack_waiting_order import WaitingOrder
+from sluice_core.strategy_parameters import StrategyParameters
 
 
 class SlackPlacement(LengthAwarePlacement):

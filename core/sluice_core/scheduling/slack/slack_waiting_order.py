@@ -17,10 +17,11 @@ from __future__ import annotations
 import heapq
 from typing import Final
 
-from sluice_core.records import OverloadOrder, PrefillRequest, StrategyParameters
+from sluice_core.records import PrefillRequest
 from sluice_core.scheduling.engine_state import get_view
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.waiting_order import Urgency, compute_urgency, get_urgency
+from sluice_core.strategy_parameters import OverloadOrder, StrategyParameters
 
 _MOST_CREDIT_S: Final = 1.0  # prefill time that late prompts may save up
 

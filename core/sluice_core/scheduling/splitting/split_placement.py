@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from sluice_core.records import Decision, Hold, Leg, PrefillRequest, RequestId, StrategyParameters
+from sluice_core.records import Decision, Hold, Leg, PrefillRequest, RequestId
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import EngineState, get_view
 from sluice_core.scheduling.engine_table import EngineTable
@@ -28,6 +28,7 @@ from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.splitting.execution_predictor import ExecutionPredictor
 from sluice_core.scheduling.splitting.output_lengths import OutputLengths, RunningQuantile
 from sluice_core.scheduling.splitting.split_search import TOLERANCE_S, ServerClock, Split, search_split
+from sluice_core.strategy_parameters import StrategyParameters
 
 LEAST_PART_TOKENS: Final = 16
 

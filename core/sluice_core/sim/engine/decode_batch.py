@@ -14,8 +14,8 @@ from collections.abc import Collection
 
 from sluice_core.records import RequestId
 from sluice_core.scheduling.decode_set import DecodeSet
-from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.requests import RequestState, SimRequest
+from sluice_core.sim.sim_setup import EngineSetup
 
 
 class DecodeBatch:

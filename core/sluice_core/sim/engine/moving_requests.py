@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from sluice_core.records import EngineId, RequestId
-from sluice_core.scheduling.batching import EnginePolicy, RequestKind
+from sluice_core.scheduling.engine_policy import EnginePolicy, RequestKind
 from sluice_core.sim.block_table import BlockTable
-from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.engine.preemption import leave_decodes
 from sluice_core.sim.engine.scheduler_state import SchedulerState
 from sluice_core.sim.requests import RequestState, SimRequest
+from sluice_core.sim.sim_setup import EngineSetup
 
 
 class MovingRequests(SchedulerState):

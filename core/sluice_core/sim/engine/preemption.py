@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sluice_core.scheduling.batching import RequestKind
+from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.sim.engine.freed_blocks import FreedBlocks
 from sluice_core.sim.engine.scheduler_state import SchedulerState
 from sluice_core.sim.requests import RequestState, SimRequest

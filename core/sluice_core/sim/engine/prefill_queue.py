@@ -10,18 +10,13 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from sluice_core.scheduling.batching import (
-    RECOMPUTE_TOKENS,
-    BatchLimits,
-    EngineBatch,
-    EnginePolicy,
-    RequestKind,
-)
-from sluice_core.sim.cell import EngineSetup
+from sluice_core.scheduling.chunked_batching import RECOMPUTE_TOKENS
+from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch, EnginePolicy, RequestKind
 from sluice_core.sim.engine.freed_blocks import FreedBlocks
 from sluice_core.sim.engine.prefix_cache import PrefixCache
 from sluice_core.sim.engine.suspended_batch import IterationRest
 from sluice_core.sim.requests import SimRequest
+from sluice_core.sim.sim_setup import EngineSetup
 
 _Waiting = tuple[int, float, int, SimRequest]
 _NO_LIMIT: Final = 1 << 30

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from sluice_core.records import EngineId
-from sluice_core.scheduling.batching import EnginePolicy, RequestKind
+from sluice_core.scheduling.engine_policy import EnginePolicy, RequestKind
 from sluice_core.sim.block_table import BlockTable
-from sluice_core.sim.cell import EngineSetup
 from sluice_core.sim.engine.decode_batch import DecodeBatch
 from sluice_core.sim.engine.engine_counters import EngineCounters
 from sluice_core.sim.engine.prefill_queue import PrefillQueue
 from sluice_core.sim.engine.prefix_cache import PrefixCache
 from sluice_core.sim.engine.selected_prefills import SelectedPrefills
 from sluice_core.sim.requests import SimRequest
+from sluice_core.sim.sim_setup import EngineSetup
 
 
 class SchedulerState:

@@ -6,12 +6,12 @@ from heapq import heapify, heappush
 from typing import Final
 
 from sluice_core.records import RequestId
-from sluice_core.scheduling.batching import EnginePolicy, PrefillSelector, RequestKind
-from sluice_core.sim.cell import EngineSetup
+from sluice_core.scheduling.engine_policy import EnginePolicy, PrefillSelector, RequestKind
 from sluice_core.sim.engine.prefill_queue import PrefillQueue
 from sluice_core.sim.engine.prefix_cache import PrefixCache
 from sluice_core.sim.engine.suspended_batch import IterationRest, SuspendedBatch
 from sluice_core.sim.requests import SimRequest
+from sluice_core.sim.sim_setup import EngineSetup
 
 _SELECTED: Final = int(RequestKind.STARTED_PREFILL)  # place of what is selected: behind recomputes and recoveries
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from sluice_core.records import EngineId, EngineLoad, IterationShape, Role
-from sluice_core.scheduling.batching import EnginePolicy, RequestKind
-from sluice_core.sim.cell import EngineSetup
+from sluice_core.records import EngineId, IterationShape, Role
+from sluice_core.scheduling.engine_policy import EnginePolicy, RequestKind
+from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.moving_requests import MovingRequests
 from sluice_core.sim.engine.preemption import (
@@ -17,6 +17,7 @@ from sluice_core.sim.engine.preemption import (
 )
 from sluice_core.sim.engine.suspended_batch import IterationRest
 from sluice_core.sim.requests import RequestState, SimRequest
+from sluice_core.sim.sim_setup import EngineSetup
 
 _NEVER_S: Final = math.inf  # looking it up in the module costs as much as a tenth of an iteration
 

@@ -9,11 +9,11 @@ Source: DistServe, section 4.3.
 from __future__ import annotations
 
 from sluice_core.records import MoveCause, Role
-from sluice_core.sim.cell import NoGrant
 from sluice_core.sim.cluster import SimCluster
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.moves.hand_offs import SimHandOffs
 from sluice_core.sim.requests import RequestState, SimRequest
+from sluice_core.sim.sim_setup import NoGrant
 
 
 class GrantQueue:

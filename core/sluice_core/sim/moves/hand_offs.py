@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from sluice_core.kv import count_tail_tokens, is_copy_close
+from sluice_core.kv_copy_rules import count_tail_tokens, is_copy_close
 from sluice_core.records import MoveCause, MoveProposal, Role
 from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.cluster import SimCluster

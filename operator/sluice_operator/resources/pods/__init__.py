@@ -1,1 +1,1 @@
-"""Pods: containers, the user's pod template and its limits, RDMA, the model's volume, and what a pod's status says."""
+"""Pods: containers, probes, security, Secrets, images, model, RDMA, the user's template, and what a status says."""

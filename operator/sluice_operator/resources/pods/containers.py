@@ -1,28 +1,19 @@
-"""What all containers share: security context, probes, resources, environment; ``pod_defaults`` has what pods share."""
+"""What all containers share: resources, environment, init containers; ``pod_defaults`` has what pods share."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api.names import METRICS_PORT
+from sluice_operator.resources.pods.image_pull import PULL_POLICY
+from sluice_operator.resources.pods.security_context import CONTAINER_SECURITY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sluice_operator.api.spec.pod_fields import PodFields, Resources
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
-# Routers notice a terminating pod at their next DNS resolution; until then it must still answer.
-PRE_STOP_S = 2
-LIFECYCLE: Object = {"preStop": {"sleep": {"seconds": PRE_STOP_S}}}
-STARTUP_PERIOD_S = 2
 
-# Kubernetes' Pod Security level "restricted".
-CONTAINER_SECURITY: Object = {
-    "allowPrivilegeEscalation": False,
-    "capabilities": {"drop": ["ALL"]},
-    "readOnlyRootFilesystem": True,
-}
 # The root is read-only: caches go to an emptyDir.
 TMP_MOUNT: Object = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108 - a volume of the pod's own
 
@@ -35,29 +26,6 @@ def render_resources(resources: Resources) -> Object:
         "claims": [claim.model_dump(mode="json", by_alias=True, exclude_none=True) for claim in resources.claims],
     }
     return {name: value for name, value in rendered.items() if value}
-
-
-def render_probes(startup_path: str, startup_s: int) -> Object:
-    """Renders the probes; readiness and liveness have pages of their own.
-
-    Args:
-        startup_path: Page that says that the program has started.
-        startup_s: Longest time until it says so, in seconds.
-    """
-
-    def get(path: str) -> Object:
-        return {"path": path, "port": METRICS_PORT}
-
-    return {
-        "startupProbe": {
-            "httpGet": get(startup_path),
-            "periodSeconds": STARTUP_PERIOD_S,
-            "timeoutSeconds": 5,
-            "failureThreshold": -(-startup_s // STARTUP_PERIOD_S),
-        },
-        "readinessProbe": {"httpGet": get("/readyz"), "periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 3},
-        "livenessProbe": {"httpGet": get("/livez"), "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 6},
-    }
 
 
 def render_environment(own: Mapping[str, Any], users: Sequence[Object] = ()) -> list[Object]:
@@ -83,4 +51,4 @@ def render_user_variables(fields: PodFields) -> list[Object]:
 
 def render_init_container(container: Object, image: str) -> Object:
     """Completes an init container."""
-    return {**container, "image": image, "imagePullPolicy": "IfNotPresent", "securityContext": CONTAINER_SECURITY}
+    return {**container, "image": image, "imagePullPolicy": PULL_POLICY, "securityContext": CONTAINER_SECURITY}

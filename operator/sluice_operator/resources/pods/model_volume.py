@@ -9,7 +9,7 @@ from sluice_operator.api.model_identity import identify_model, name_revision_key
 
 if TYPE_CHECKING:
     from sluice_operator.api.spec.model_spec import CaBundle, HuggingFaceSource, ModelSpec
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 MODEL_DIRECTORY = "/model"
 VOLUME = "model"

@@ -1,26 +1,16 @@
-"""What all pods share: security context, grace period, service account."""
+"""What all pods share: service account, token, environment of Services, security, grace period."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_operator.resources.pods.containers import PRE_STOP_S
+from sluice_operator.resources.pods.security_context import POD_SECURITY
+from sluice_operator.resources.pods.termination import compute_grace_period_s
 
 if TYPE_CHECKING:
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
-# Time beyond the drain for the interpreter and the kubelet to finish.
-TERMINATION_MARGIN_S = 15
 
-# The images' user. Volumes belong to its group, so that a model cache that root made can be written.
-IMAGE_USER = 65532
-POD_SECURITY: Object = {
-    "runAsNonRoot": True,
-    "seccompProfile": {"type": "RuntimeDefault"},
-    "fsGroup": IMAGE_USER,
-    # Not file by file where the group is right already: a cache holds hundreds of gigabytes.
-    "fsGroupChangePolicy": "OnRootMismatch",
-}
 TMP_VOLUME: Object = {"name": "tmp", "emptyDir": {}}
 
 
@@ -37,6 +27,5 @@ def render_pod_defaults(service_account: str, drain_s: int) -> Object:
         # Environment variables of Services break vLLM (vllm-project/vllm issue 34199).
         "enableServiceLinks": False,
         "securityContext": POD_SECURITY,
-        # Longer than the preStop sleep and the drain together.
-        "terminationGracePeriodSeconds": PRE_STOP_S + drain_s + TERMINATION_MARGIN_S,
+        "terminationGracePeriodSeconds": compute_grace_period_s(drain_s),
     }

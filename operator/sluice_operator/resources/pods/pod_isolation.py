@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 ADVICE = "reaches the host; remove it, or have the operator started with --allow-host-access"
 HOST_FIELDS = ("hostNetwork", "hostPID", "hostIPC")

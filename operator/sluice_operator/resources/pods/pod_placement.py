@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sluice_operator.api.spec.pod_fields import PodFields
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 
 def render_placement(fields: PodFields) -> Object:
-    """Renders where a pod runs, and by which credentials its images are pulled, without empty parts."""
+    """Renders where a pod runs, without empty parts."""
     placement: Object = {
-        "imagePullSecrets": [{"name": name} for name in fields.image_pull_secrets],
         "nodeSelector": dict(fields.node_selector),
         "tolerations": [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in fields.tolerations],
         "affinity": fields.affinity,

@@ -8,30 +8,29 @@ from typing import TYPE_CHECKING
 
 from sluice_core.records import EngineId
 from sluice_operator.api.condition_types import Reason
-from sluice_operator.api.model_identity import COMMIT, REVISION_KEY_PREFIX
-from sluice_operator.api.names import (
+from sluice_operator.api.labels import (
     CONTROL_TLS_ANNOTATION,
+    DELETION_COST,
     DELETION_COST_ANNOTATION,
+    DRAINED_DELETION_COST,
     DRAINING_SINCE_ANNOTATION,
-    ENGINE,
     MODEL_LABEL,
     RESTART_HASH_ANNOTATION,
     ROLE_LABEL,
 )
-from sluice_operator.kubernetes.interface import annotations_of, labels_of, name_of, uid_of
+from sluice_operator.api.model_identity import COMMIT, REVISION_KEY_PREFIX
+from sluice_operator.api.names import ENGINE
+from sluice_operator.kubernetes.objects import annotations_of, labels_of, name_of, uid_of
 from sluice_operator.resources.pods.model_volume import RESOLVE_MODEL
 from sluice_operator.resources.pods.rdma import PREFLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 # A container that ended this often is not one that was moved or killed once.
 CRASH_LOOP_RESTARTS = 2
-DELETION_COST = "-1000"
-# Of a victim that has drained: it goes before those that have not.
-DRAINED_DELETION_COST = "-2000"
 # The engine's, where RDMA is required and KV would not go over it.
 NO_RDMA_EXIT_CODE = 6
 # The engine's, where it cannot start whatever is tried: its command line, vLLM's version, the model.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_operator.resources.pods.containers import CONTAINER_SECURITY
+from sluice_operator.resources.pods.image_pull import PULL_POLICY
+from sluice_operator.resources.pods.security_context import CONTAINER_SECURITY
 
 if TYPE_CHECKING:
     from sluice_operator.api.spec.network_spec import RdmaSpec
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 CLAIM = "rdma"
 PREFLIGHT = "rdma-preflight"
@@ -67,7 +68,7 @@ def _render_preflight(rdma: RdmaSpec, container: Object, devices: Object, image:
     return {
         "name": PREFLIGHT,
         "image": image,
-        "imagePullPolicy": "IfNotPresent",
+        "imagePullPolicy": PULL_POLICY,
         "command": command,
         # The same rights as the engine's, so that the check sees what the engine will have.
         "securityContext": container["securityContext"],

@@ -11,25 +11,17 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from sluice_operator.api.cross_field_rules import OWNED_ENVIRONMENT, OWNED_PREFIX
-from sluice_operator.api.names import (
-    CLUSTER_LABEL,
-    COMPONENT_LABEL,
-    ENGINE,
-    MANAGED_BY_LABEL,
-    NAME_LABEL,
-    ROLE_LABEL,
-    ROUTER,
-)
-from sluice_operator.resources.pods.containers import CONTAINER_SECURITY
+from sluice_operator.api.labels import CLUSTER_LABEL, COMPONENT_LABEL, MANAGED_BY_LABEL, NAME_LABEL, ROLE_LABEL
+from sluice_operator.api.names import ENGINE, ROUTER
 from sluice_operator.resources.pods.model_volume import FETCH_MODEL, RESOLVE_MODEL
-from sluice_operator.resources.pods.pod_defaults import POD_SECURITY
 from sluice_operator.resources.pods.pod_isolation import find_cross_namespace_terms, find_isolation_violations
 from sluice_operator.resources.pods.rdma import PREFLIGHT
+from sluice_operator.resources.pods.security_context import CONTAINER_SECURITY, POD_SECURITY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sluice_operator.kubernetes.interface import Object
+    from sluice_operator.kubernetes.objects import Object
 
 # Fields by which lists of Kubernetes are merged; other lists are replaced.
 MERGE_KEYS = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 from itertools import islice
 
 from sluice.v1 import engine_pb2
-from sluice_core.kv import is_copy_close
+from sluice_core.kv_copy_rules import is_copy_close
 from sluice_core.records import MoveCause
 from sluice_router.scheduling.entities import ConnectedEngine, Migration
 from sluice_router.scheduling.state import RouterOutbox

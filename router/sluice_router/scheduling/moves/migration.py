@@ -15,9 +15,10 @@ a grant for it.
 from __future__ import annotations
 
 from sluice.v1 import engine_pb2
-from sluice_core.kv import blocks_for_tokens
-from sluice_core.records import EngineId, MoveCause, StrategyParameters
+from sluice_core.kv_blocks import blocks_for_tokens
+from sluice_core.records import EngineId, MoveCause
 from sluice_core.scheduling.decode_flow import FlowRequest
+from sluice_core.strategy_parameters import StrategyParameters
 from sluice_router.errors import EngineProtocolError
 from sluice_router.scheduling import dispatch, wire_conversion
 from sluice_router.scheduling.entities import (
