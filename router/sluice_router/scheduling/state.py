@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from sluice_router.errors import RouterError
     from sluice_router.observability.request_traces import RequestTraces
     from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint, LiveRequest, PendingClaim, Submission
+    from sluice_router.scheduling.limits import SchedulingLimits
     from sluice_router.scheduling.requests import ClaimTaker, Finish, FoundRequest, NewRequest, ResponseStream
-    from sluice_router.settings import SchedulingLimits
     from sluice_router.text.prompt_hashes import PrefixScheme
 
 

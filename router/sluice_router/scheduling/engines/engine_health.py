@@ -10,8 +10,8 @@ from sluice_core.records import IterationShape
 if TYPE_CHECKING:
     from sluice_core.scheduling.engine_table import EngineTable
     from sluice_router.scheduling.entities import ConnectedEngine
+    from sluice_router.scheduling.limits import SchedulingLimits
     from sluice_router.scheduling.state import RouterStatus
-    from sluice_router.settings import SchedulingLimits
 
 
 def find_failure(
