@@ -1,1 +1,1 @@
-"""The pods of engines and routers, and their parts: probes, security, Secrets, images, model, RDMA, and their status."""
+"""The pods of engines and routers, and their parts: probes, security, Secrets, images, model, RDMA and status."""

@@ -16,7 +16,7 @@ from sluice_operator.api.ports import ENGINE_PORT, METRICS_PORT
 from sluice_operator.kubernetes.quantities import add_bytes
 from sluice_operator.resources.command_lines import EngineSite, render_engine_command, render_engine_environment
 from sluice_operator.resources.pods import (
-    containers,
+    container_fields,
     image_pull,
     pod_defaults,
     pod_placement,
@@ -92,7 +92,7 @@ def render_engine_pod(cluster: ServingCluster, image: str, gpu_resource_name: st
     }
     if model.init_containers:
         template["spec"]["initContainers"] = [
-            containers.render_init_container(container, image) for container in model.init_containers
+            container_fields.render_init_container(container, image) for container in model.init_containers
         ]
     if spec.network.rdma:
         rdma.add_rdma(template, container, spec.network.rdma, image)
@@ -123,7 +123,7 @@ def _render_container(spec: ServingClusterSpec, image: str, security: Security) 
         "securityContext": security_context.CONTAINER_SECURITY,
         "lifecycle": termination.LIFECYCLE,
         **probes.render_probes("/readyz", spec.engine.startup_timeout_seconds),
-        "volumeMounts": [containers.TMP_MOUNT, {"name": SHARED_MEMORY, "mountPath": "/dev/shm"}],  # noqa: S108
+        "volumeMounts": [container_fields.TMP_MOUNT, {"name": SHARED_MEMORY, "mountPath": "/dev/shm"}],  # noqa: S108
     }
 
 
@@ -140,12 +140,12 @@ def _render_variables(spec: ServingClusterSpec) -> list[Object]:
         limit = {"containerName": names.ENGINE, "resource": "limits.cpu", "divisor": "1"}
         own["OMP_NUM_THREADS"] = {"resourceFieldRef": limit}
     network = render_engine_environment(spec)
-    return containers.render_environment({**own, **network}, containers.render_user_variables(spec.engine))
+    return container_fields.render_environment({**own, **network}, container_fields.render_user_variables(spec.engine))
 
 
 def _render_resources(spec: ServingClusterSpec, gpu_resource_name: str) -> Object:
     """The user's resources and GPUs; shared memory counts as memory of the container, so that it is added to it."""
-    resources = containers.render_resources(spec.engine.resources)
+    resources = container_fields.render_resources(spec.engine.resources)
     gpus = _count_gpus(spec, gpu_resource_name)
     if gpus:
         resources["limits"] = {**resources.get("limits", {}), **gpus}

@@ -19,7 +19,7 @@ from sluice_operator.api.model_identity import identify_model
 from sluice_operator.api.ports import CONTROL_PORT, ENGINE_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
 from sluice_operator.resources.command_lines import RouterSite, render_router_command
 from sluice_operator.resources.pods import (
-    containers,
+    container_fields,
     image_pull,
     pod_defaults,
     pod_placement,
@@ -89,7 +89,7 @@ def render_router_pod(cluster: ServingCluster, image: str, control_name: str) ->
     }
     if model.init_containers:
         template["spec"]["initContainers"] = [
-            containers.render_init_container(container, image) for container in model.init_containers
+            container_fields.render_init_container(container, image) for container in model.init_containers
         ]
     merged: Object = strategic_merge(template, spec.router.pod_template)
     merged["metadata"].setdefault("annotations", {}).update(
@@ -123,9 +123,9 @@ def _render_container(cluster: ServingCluster, image: str, security: Security) -
         "image": image,
         "imagePullPolicy": image_pull.PULL_POLICY,
         "command": render_router_command(cluster.spec, site, security),
-        "env": containers.render_environment(
-            {"HOME": containers.TMP_MOUNT["mountPath"], MODEL_ID_VARIABLE: identify_model(cluster.spec.model)},
-            containers.render_user_variables(cluster.spec.router),
+        "env": container_fields.render_environment(
+            {"HOME": container_fields.TMP_MOUNT["mountPath"], MODEL_ID_VARIABLE: identify_model(cluster.spec.model)},
+            container_fields.render_user_variables(cluster.spec.router),
         ),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "resources": _render_resources(cluster.spec.router.resources),
@@ -133,7 +133,7 @@ def _render_container(cluster: ServingCluster, image: str, security: Security) -
         "lifecycle": termination.LIFECYCLE,
         **probes.render_probes("/livez", STARTUP_S),
         "volumeMounts": [
-            containers.TMP_MOUNT,
+            container_fields.TMP_MOUNT,
             {"name": PLAN_VOLUME, "mountPath": PLAN_DIRECTORY, "readOnly": True},
         ],
     }
@@ -141,7 +141,7 @@ def _render_container(cluster: ServingCluster, image: str, security: Security) -
 
 def _render_resources(resources: Resources) -> Object:
     """The user's resources; where they say nothing about the CPU, enough of it to serve beside engines that start."""
-    rendered = containers.render_resources(resources)
+    rendered = container_fields.render_resources(resources)
     if "cpu" not in {**resources.requests, **resources.limits}:
         rendered["requests"] = {"cpu": CPU_REQUEST, **rendered.get("requests", {})}
     return rendered
