@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sluice_core.planning.bottleneck import Bottleneck, find_bottleneck
-from sluice_core.planning.candidate_comparison import CandidateComparison, RankedCandidate, RunTrials
+from sluice_core.planning.goodput_comparison import GoodputComparison, RankedCandidate, RunTrials
 from sluice_core.planning.prediction import Interval, Prediction, estimate_interval, predict
 from sluice_core.planning.slider_search import CandidateSearchResult, Search, SearchEffort
 from sluice_core.planning.slider_space import SearchSpace, SliderCandidate, resize
@@ -128,7 +128,7 @@ class Planner:
         Raises:
             ValueError: Nothing is within the bounds, or nothing within them meets the objectives at any rate.
         """
-        comparison = CandidateComparison(self._run_trials, goal.target)
+        comparison = GoodputComparison(self._run_trials, goal.target)
         if goal.rate_rps is None:
             found = self._find_highest(comparison, goal, in_force)
         else:
@@ -138,7 +138,7 @@ class Planner:
         return self._describe(comparison, goal, found, in_force)
 
     def _find_highest(
-        self, comparison: CandidateComparison, goal: Goal, in_force: SliderCandidate | None
+        self, comparison: GoodputComparison, goal: Goal, in_force: SliderCandidate | None
     ) -> CandidateSearchResult:
         """Find the highest goodput of as many GPUs as ``goal.most_replicas`` engines have."""
         num_gpus = goal.most_replicas * goal.tensor_parallels[0]
@@ -153,7 +153,7 @@ class Planner:
         return best
 
     def _find_fewest(
-        self, comparison: CandidateComparison, goal: Goal, rate_rps: float, in_force: SliderCandidate | None
+        self, comparison: GoodputComparison, goal: Goal, rate_rps: float, in_force: SliderCandidate | None
     ) -> CandidateSearchResult:
         """Find the fewest GPUs that serve a rate; if none do, what serves most of it."""
         best: CandidateSearchResult | None = None
@@ -168,7 +168,7 @@ class Planner:
 
     def _find_fewest_engines(
         self,
-        comparison: CandidateComparison,
+        comparison: GoodputComparison,
         goal: Goal,
         rate_rps: float,
         tensor_parallel: int,
@@ -199,7 +199,7 @@ class Planner:
 
     def _search(
         self,
-        comparison: CandidateComparison,
+        comparison: GoodputComparison,
         replicas: int,
         tensor_parallel: int,
         start_rps: float | None,
@@ -234,7 +234,7 @@ class Planner:
 
     def _describe(
         self,
-        comparison: CandidateComparison,
+        comparison: GoodputComparison,
         goal: Goal,
         found: CandidateSearchResult,
         in_force: SliderCandidate | None,
