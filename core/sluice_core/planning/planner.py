@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sluice_core.planning.bottleneck import Bottleneck, find_bottleneck
+from sluice_core.planning.candidate_choice import rank_for_rate
 from sluice_core.planning.goodput_comparison import GoodputComparison, RankedCandidate, RunTrials
 from sluice_core.planning.prediction import Interval, Prediction, estimate_interval, predict
 from sluice_core.planning.slider_search import CandidateSearchResult, Search, SearchEffort
@@ -147,7 +148,7 @@ class Planner:
         for position, (replicas, parallel) in enumerate(sizes):
             self._span = (0.9 * position / len(sizes), 0.9 * (position + 1) / len(sizes))
             found = self._search(comparison, replicas, parallel, None, in_force)
-            if best is None or found.best.goodput_rps > best.best.goodput_rps:
+            if best is None or rank_for_rate(found, None) < rank_for_rate(best, None):
                 best = found
         assert best is not None
         return best
@@ -161,7 +162,7 @@ class Planner:
             share = 0.9 / len(goal.tensor_parallels)
             self._span = (share * position, share * (position + 1))
             found = self._find_fewest_engines(comparison, goal, rate_rps, parallel, in_force)
-            if best is None or _rank_for_rate(found, rate_rps) < _rank_for_rate(best, rate_rps):
+            if best is None or rank_for_rate(found, rate_rps) < rank_for_rate(best, rate_rps):
                 best = found
         assert best is not None
         return best
@@ -195,7 +196,7 @@ class Planner:
             if following in tried and (tried[following].best.goodput_rps >= rate_rps) != serves:
                 break
             guess = following
-        return min(tried.values(), key=lambda one: _rank_for_rate(one, rate_rps))
+        return min(tried.values(), key=lambda one: rank_for_rate(one, rate_rps))
 
     def _search(
         self,
@@ -311,13 +312,6 @@ def _estimate_engine_response_s(problem: PlanningProblem, engine: EngineSetup) -
 def _has_goodput(found: CandidateSearchResult) -> bool:
     """Say whether anything meets the objectives; less than one request in a whole run counts as nothing."""
     return found.best.goodput_rps * found.fidelity.duration_s >= 1.0
-
-
-def _rank_for_rate(found: CandidateSearchResult, rate_rps: float) -> tuple[bool, float, float]:
-    """Order findings: those that serve the rate by GPUs, the others by goodput."""
-    goodput_rps = found.best.goodput_rps
-    serves = goodput_rps >= rate_rps
-    return not serves, found.best.candidate.num_gpus if serves else -goodput_rps, -goodput_rps
 
 
 def _compare(ranked: RankedCandidate, chosen: RankedCandidate) -> Alternative:
