@@ -1,8 +1,8 @@
 """The records that policies read and return.
 
 Frozen records are facts at one moment; the mutable state that policies keep lives in the modules that own it
-(``scheduling.engine_table.EngineTable``, ``scheduling.decode_set.DecodeSet``). Times are seconds on the caller's
-monotonic clock.
+(``scheduling.engine_table.EngineTable``, ``scheduling.decodes_by_tpot_and_length.DecodeSet``). Times are seconds on the
+caller's monotonic clock.
 """
 
 from __future__ import annotations

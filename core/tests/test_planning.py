@@ -11,7 +11,7 @@ from planning_harness import EFFORT, PROFILE, Formula, Shares, make_problem, mak
 
 from sluice_core.planning.attainment_curve import AttainmentCurve
 from sluice_core.planning.bottleneck import find_bottleneck
-from sluice_core.planning.candidate_comparison import CandidateComparison, Fidelity
+from sluice_core.planning.goodput_comparison import Fidelity, GoodputComparison
 from sluice_core.planning.planner import Goal, Planner, estimate_response_s, estimate_start_rps
 from sluice_core.planning.prediction import estimate_interval
 from sluice_core.planning.slider_search import Search, SearchEffort
@@ -26,9 +26,9 @@ from sluice_core.records import Role, Slo
 CHATS = ((10, 60), (20, 60))
 
 
-def make_comparison(problem: PlanningProblem, target: float = 0.9) -> CandidateComparison:
+def make_comparison(problem: PlanningProblem, target: float = 0.9) -> GoodputComparison:
     evaluator = TrialEvaluator(problem)
-    return CandidateComparison(lambda trials: [evaluator.evaluate(trial) for trial in trials], target)
+    return GoodputComparison(lambda trials: [evaluator.evaluate(trial) for trial in trials], target)
 
 
 # --- curves and intervals ------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ ONE = Fidelity(seeds=(0,), duration_s=10.0)
 def test_climbing_finds_the_order_from_any_start(start_rps) -> None:
     formula = Formula({256: 2.0, 512: 3.0, 1024: 2.8})
     candidates = [make_taichi(prefill_heavy_tokens=tokens) for tokens in formula.goodputs]
-    ranking = CandidateComparison(formula.run, 0.9).rank(candidates, ONE, start_rps, 1.1)
+    ranking = GoodputComparison(formula.run, 0.9).rank(candidates, ONE, start_rps, 1.1)
     assert [ranked.candidate.prefill_heavy_tokens for ranked in ranking] == [512, 1024, 256]
     assert ranking[0].goodput_rps == pytest.approx(3.0, rel=0.04)
 
@@ -69,7 +69,7 @@ def test_climbing_finds_the_order_from_any_start(start_rps) -> None:
 def test_those_that_fall_behind_cost_one_run_each() -> None:
     formula = Formula({256: 2.0, 512: 3.0, 1024: 2.8})
     candidates = [make_taichi(prefill_heavy_tokens=tokens) for tokens in formula.goodputs]
-    CandidateComparison(formula.run, 0.9).rank(candidates, ONE, 2.9, 1.1)
+    GoodputComparison(formula.run, 0.9).rank(candidates, ONE, 2.9, 1.1)
     assert [trial.candidate.prefill_heavy_tokens for trial in formula.trials] == [256, 512, 1024, 512]
 
 
@@ -86,7 +86,7 @@ class Unfilled(Formula):
 def test_candidates_that_have_done_the_same_share_a_run() -> None:
     formula = Unfilled({256: 3.0, 512: 3.0, 1024: 3.0})
     candidates = [make_taichi(prefill_heavy_tokens=tokens) for tokens in formula.goodputs]
-    comparison = CandidateComparison(formula.run, 0.9)
+    comparison = GoodputComparison(formula.run, 0.9)
     ranking = comparison.rank(candidates, ONE, 2.9, 1.1)
     # At the first rate nothing is known of them yet.
     assert [trial.candidate.prefill_heavy_tokens for trial in formula.trials] == [256, 512, 1024, 256, 512]
@@ -111,7 +111,7 @@ def test_candidates_behave_alike_where_all_their_runs_ended_at_the_same_moments(
             for trial in trials
         ]
 
-    comparison = CandidateComparison(run, 0.9)
+    comparison = GoodputComparison(run, 0.9)
     for rate_rps, are_alike in ((1.0, True), (2.0, False)):
         assert comparison.behave_alike(one, other, ONE) == (rate_rps > 1.0), "so far"
         trials = [SearchTrial(candidate=each, seed=0, rate_rps=rate_rps, duration_s=10.0) for each in (one, other)]
@@ -129,16 +129,16 @@ def test_a_cell_has_its_share_of_the_kv_blocks(kv_scale, kv_blocks) -> None:
 
 def test_where_to_begin_is_found_by_one_candidate() -> None:
     formula = Formula({512: 3.0})
-    assert 2.8 < CandidateComparison(formula.run, 0.9).locate_goodput(make_taichi(), ONE, 6.0) <= 3.0
+    assert 2.8 < GoodputComparison(formula.run, 0.9).locate_goodput(make_taichi(), ONE, 6.0) <= 3.0
     assert len(formula.trials) < 10
 
 
 def test_a_leader_that_never_passes_does_not_move_the_others() -> None:
     never = Never({})
-    assert CandidateComparison(never.run, 0.9).locate_goodput(make_taichi(), ONE, 6.0) == 6.0
+    assert GoodputComparison(never.run, 0.9).locate_goodput(make_taichi(), ONE, 6.0) == 6.0
     formula = Formula({256: 1e-9, 512: 3.0})
     leader, other = (make_taichi(prefill_heavy_tokens=tokens) for tokens in (256, 512))
-    (best, worst) = CandidateComparison(formula.run, 0.9).measure_goodputs(
+    (best, worst) = GoodputComparison(formula.run, 0.9).measure_goodputs(
         [leader, other], ONE, {leader: 4.0, other: 3.5}
     )
     assert (best.candidate, worst.candidate) == (other, leader)
@@ -174,7 +174,7 @@ def test_the_next_rate_follows_from_what_is_known(target, points, rate_rps) -> N
 def test_sharpening_finds_the_goodput_of_each_seed(start_rps) -> None:
     formula = Formula({512: 3.0})
     fidelity = Fidelity(seeds=(1, 2), duration_s=10.0)
-    (ranked,) = CandidateComparison(formula.run, 0.9).measure_goodputs(
+    (ranked,) = GoodputComparison(formula.run, 0.9).measure_goodputs(
         [make_taichi()], fidelity, {make_taichi(): start_rps}
     )
     assert ranked.goodputs_rps == pytest.approx((3.03, 3.06), rel=0.01)
@@ -192,7 +192,7 @@ class Never(Formula):
 def test_what_misses_the_target_at_any_rate_has_no_goodput(start_rps) -> None:
     formula = Never({512: 3.0})
     fidelity = Fidelity(seeds=(1, 2), duration_s=10.0)
-    (ranked,) = CandidateComparison(formula.run, 0.9).measure_goodputs(
+    (ranked,) = GoodputComparison(formula.run, 0.9).measure_goodputs(
         [make_taichi()], fidelity, {make_taichi(): start_rps}
     )
     assert ranked.goodput_rps < 0.01
@@ -279,9 +279,7 @@ def test_the_search_is_as_good_as_trying_everything(
 @pytest.mark.parametrize("best", [20, 38, 45])
 def test_large_clusters_are_scouted_small_and_compared_whole(bounds, best) -> None:
     formula = Shares(best / 64)
-    found = Search(CandidateComparison(formula.run, 0.9), make_space(prefill_heavy=bounds), EFFORT).find_best(
-        64, 1, 30.0
-    )
+    found = Search(GoodputComparison(formula.run, 0.9), make_space(prefill_heavy=bounds), EFFORT).find_best(64, 1, 30.0)
     wanted = min(best, 40) if not bounds.is_percent else best
     assert abs(found.best.candidate.num_prefill_heavy - wanted) <= 2
     assert {ranked.candidate.replicas for ranked in [*found.ranking, *found.explored]} == {64}
@@ -342,7 +340,7 @@ def test_kv_binds_where_there_is_little_and_prefill_where_there_is_much() -> Non
             return [evaluator.evaluate(trial) for trial in trials]
 
         fidelity = Fidelity(seeds=(1,), duration_s=12.0)
-        (ranked,) = CandidateComparison(run, 0.9).measure_goodputs([candidate], fidelity, {candidate: 4.0})
+        (ranked,) = GoodputComparison(run, 0.9).measure_goodputs([candidate], fidelity, {candidate: 4.0})
         bottleneck = find_bottleneck(run, candidate, ranked.goodput_rps, 0.9, replace(fidelity, seeds=(1, 2)))
         assert sum(bottleneck.missed.values()) > 0.1
         resources[kv_blocks] = bottleneck.resource

@@ -9,7 +9,7 @@ import pytest
 from planning_harness import EFFORT, Formula, Shares, make_problem, make_space, make_taichi
 
 from sluice_core.planning.bottleneck import find_bottleneck
-from sluice_core.planning.candidate_comparison import CandidateComparison, Fidelity
+from sluice_core.planning.goodput_comparison import Fidelity, GoodputComparison
 from sluice_core.planning.planner import Goal, Planner, estimate_response_s
 from sluice_core.planning.slider_search import MOST_EXPLORED_ENGINES, Search, SearchEffort
 from sluice_core.planning.trials import SearchTrial, TrialEvaluator
@@ -42,7 +42,7 @@ class Landscape(Formula):
         return [replace(one, end_s=self.compute_end_s(one.trial.candidate)) for one in outcomes]
 
     def search(self, space, replicas=4, start_rps=3.0, in_force=None):
-        return Search(CandidateComparison(self.run, 0.9), space, EFFORT).find_best(replicas, 1, start_rps, in_force)
+        return Search(GoodputComparison(self.run, 0.9), space, EFFORT).find_best(replicas, 1, start_rps, in_force)
 
     def list_tried(self, duration_s):
         return {trial.candidate for trial in self.trials if trial.duration_s == duration_s}
@@ -73,7 +73,7 @@ def test_the_search_begins_at_the_plan_in_force_and_compares_it_however_bad(repl
 
 def test_large_clusters_are_scouted_at_the_rate_of_a_small_one_and_expected_in_proportion():
     shares = Shares(0.5)
-    found = Search(CandidateComparison(shares.run, 0.9), make_space(), EFFORT).find_best(64, 1, 60.0)
+    found = Search(GoodputComparison(shares.run, 0.9), make_space(), EFFORT).find_best(64, 1, 60.0)
     assert (shares.trials[0].candidate.replicas, shares.trials[0].rate_rps) == (16, 15.0)
     for one in found.explored:
         share = one.candidate.num_prefill_heavy / 64
@@ -85,7 +85,7 @@ def test_large_clusters_are_scouted_at_the_rate_of_a_small_one_and_expected_in_p
 def test_numbers_that_a_small_cluster_cannot_have_are_tried_between(best):
     """16 engines scout in steps of four of 64."""
     shares = Shares(best / 64)
-    found = Search(CandidateComparison(shares.run, 0.9), make_space(), EFFORT).find_best(64, 1, 60.0)
+    found = Search(GoodputComparison(shares.run, 0.9), make_space(), EFFORT).find_best(64, 1, 60.0)
     assert found.best.candidate.num_prefill_heavy == best
 
 
@@ -131,7 +131,7 @@ def test_neighbours_are_followed_as_far_as_they_gain():
 
 def test_runs_give_up_at_twice_the_allowed_misses_and_a_little_later_where_a_goodput_is_measured():
     landscape = Landscape(lambda _: 3.0)
-    comparison, fidelity = CandidateComparison(landscape.run, 0.9), Fidelity(seeds=(0,), duration_s=10.0)
+    comparison, fidelity = GoodputComparison(landscape.run, 0.9), Fidelity(seeds=(0,), duration_s=10.0)
     comparison.rank([make_taichi()], fidelity, 3.0, 1.1)
     assert [trial.least_attainment for trial in landscape.trials] == pytest.approx([0.8] * len(landscape.trials))
     landscape.trials.clear()
@@ -142,7 +142,7 @@ def test_runs_give_up_at_twice_the_allowed_misses_and_a_little_later_where_a_goo
 def test_others_begin_where_the_leader_was_too_hopeful():
     landscape = Landscape(lambda _: 3.0)
     leader, other = make_taichi(), make_taichi(prefill_heavy_tokens=256)
-    CandidateComparison(landscape.run, 0.9).measure_goodputs(
+    GoodputComparison(landscape.run, 0.9).measure_goodputs(
         [leader, other], Fidelity(seeds=(0,), duration_s=10.0), {leader: 6.0, other: 5.0}
     )
     first = next(trial for trial in landscape.trials if trial.candidate == other)

@@ -12,10 +12,14 @@ import yaml
 from sluice_operator.api.condition_types import REASONS, ConditionType
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.resources.engine_deployment import render_engines
+from sluice_router.error_statuses import ERROR_STATUSES
+from sluice_router.errors import OwnerLimitError
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 RUNBOOK = (ROOT / "docs" / "guides" / "runbook.md").read_text()
+# What its error's code says instead of the class's own.
+OWNER_LIMITS = {"requests_per_minute", "tokens_per_minute", "concurrent_requests"}
 ALERTS = yaml.safe_load((ROOT / "helm" / "sluice" / "files" / "alerts.yaml").read_text())
 
 
@@ -79,6 +83,20 @@ def test_the_runbook_explains_every_alert_and_no_other() -> None:
     assert all(text.strip() for text in sections.values())
     # The rules' links lead to these headings.
     assert {alert.lower() for alert in alerts} <= list_anchors(ROOT / "docs" / "guides" / "runbook.md")
+
+
+def test_the_runbook_explains_every_429_and_names_metrics_that_there_are() -> None:
+    section = read_sections(RUNBOOK, "##")["Clients get 429"]
+    codes = {
+        code
+        for line in section.splitlines()
+        if line.startswith("| `")
+        for code in re.findall("`(.+?)`", line.split("|")[1])
+    }
+    refusals = {error.default_code for error, status in ERROR_STATUSES.items() if status.http_status == 429}
+    assert codes == refusals - {OwnerLimitError.default_code} | OWNER_LIMITS
+    metrics = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    assert all(f"| `{name}`" in metrics for name in re.findall(r"`(sluice_\w+)`", section))
 
 
 MANIFESTS = [

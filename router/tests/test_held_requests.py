@@ -13,7 +13,8 @@ from fake_engine import expected_output, make_plan
 
 from sluice_router.api.http.http_api import HttpApi
 from sluice_router.errors import NoEngineError
-from sluice_router.settings import HttpSettings, SchedulingLimits
+from sluice_router.scheduling.limits import SchedulingLimits
+from sluice_router.settings import HttpSettings
 
 ONE = {"d0": "D"}
 HOLD_S = 600

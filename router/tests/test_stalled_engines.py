@@ -8,7 +8,8 @@ from failover_harness import TWO, tick_with
 from fake_engine import expected_output
 
 from sluice_core.latency import OnlineLatencyModel
-from sluice_router.settings import SchedulingLimits, load_profile
+from sluice_router.scheduling.limits import SchedulingLimits
+from sluice_router.settings import load_profile
 
 
 def test_silent_engine_is_lost_after_its_limit():

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.candidate_comparison import Fidelity, RunTrials
+from sluice_core.planning.goodput_comparison import Fidelity, RunTrials
 from sluice_core.planning.slider_space import SliderCandidate
 from sluice_core.planning.trials import SearchTrial, TrialDetails
 

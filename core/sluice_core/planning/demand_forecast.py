@@ -1,4 +1,4 @@
-"""What rate to expect when an engine that is started now serves: the trend, with the headroom that sufficed before."""
+"""What rate to expect when an engine that is started now serves: the trend; ``demand_headroom`` says how much more."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from sluice_core.planning.demand_headroom import compute_headroom, remember_error
 
 BIN_S = 15.0  # arrivals are counted in bins of so long
 LEVEL_S = 150.0  # what arrives now is the mean of so long: a shorter one wavers, and each wave would cost engines
@@ -16,10 +18,6 @@ _LEAST_TREND_S = 1200.0  # a trend is that of so long, or of so many times as lo
 _TREND_LEADS = 3.0
 _MOST_TREND_S = 1800.0
 _MOST_GROWTH = 1.5  # a trend says no more than that of what comes
-_MOST_HEADROOM = 1.5  # what no forecast foresees is not covered by engines that wait for it
-_KEPT_ERRORS = 720
-_ENOUGH_ERRORS = 40
-_FIRST_HEADROOM = 1.2  # until so many errors are known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +80,8 @@ class DemandForecast:
 
     @property
     def headroom(self) -> float:
-        """What forecasts are multiplied with: what sufficed at ``quantile`` of the moments behind."""
-        if len(self.errors) < _ENOUGH_ERRORS:
-            return _FIRST_HEADROOM
-        ordered = sorted(self.errors)
-        enough = ordered[min(int(self.quantile * len(ordered)), len(ordered) - 1)]
-        return min(max(1.0, enough), _MOST_HEADROOM)
+        """What forecasts are multiplied with."""
+        return compute_headroom(self.errors, self.quantile)
 
 
 def _close_bin(demand: DemandForecast, count: float) -> DemandForecast:
@@ -96,7 +90,7 @@ def _close_bin(demand: DemandForecast, count: float) -> DemandForecast:
     horizon = max(1, math.ceil(demand.lead_s / BIN_S))
     due, errors = demand.due, demand.errors
     if len(due) >= horizon and due[0] > 0.0:
-        errors = (*errors, found.level_rps / due[0])[-_KEPT_ERRORS:]
+        errors = remember_error(errors, found.level_rps / due[0])
     return replace(found, due=(*due, found.forecast_rps)[-horizon:], errors=errors)
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sluice_core.planning.bottleneck import Bottleneck, find_bottleneck
-from sluice_core.planning.candidate_comparison import CandidateComparison, RankedCandidate, RunTrials
+from sluice_core.planning.candidate_choice import rank_for_rate
+from sluice_core.planning.goodput_comparison import GoodputComparison, RankedCandidate, RunTrials
 from sluice_core.planning.prediction import Interval, Prediction, estimate_interval, predict
 from sluice_core.planning.slider_search import CandidateSearchResult, Search, SearchEffort
 from sluice_core.planning.slider_space import SearchSpace, SliderCandidate, resize
@@ -128,7 +129,7 @@ class Planner:
         Raises:
             ValueError: Nothing is within the bounds, or nothing within them meets the objectives at any rate.
         """
-        comparison = CandidateComparison(self._run_trials, goal.target)
+        comparison = GoodputComparison(self._run_trials, goal.target)
         if goal.rate_rps is None:
             found = self._find_highest(comparison, goal, in_force)
         else:
@@ -138,7 +139,7 @@ class Planner:
         return self._describe(comparison, goal, found, in_force)
 
     def _find_highest(
-        self, comparison: CandidateComparison, goal: Goal, in_force: SliderCandidate | None
+        self, comparison: GoodputComparison, goal: Goal, in_force: SliderCandidate | None
     ) -> CandidateSearchResult:
         """Find the highest goodput of as many GPUs as ``goal.most_replicas`` engines have."""
         num_gpus = goal.most_replicas * goal.tensor_parallels[0]
@@ -147,13 +148,13 @@ class Planner:
         for position, (replicas, parallel) in enumerate(sizes):
             self._span = (0.9 * position / len(sizes), 0.9 * (position + 1) / len(sizes))
             found = self._search(comparison, replicas, parallel, None, in_force)
-            if best is None or found.best.goodput_rps > best.best.goodput_rps:
+            if best is None or rank_for_rate(found, None) < rank_for_rate(best, None):
                 best = found
         assert best is not None
         return best
 
     def _find_fewest(
-        self, comparison: CandidateComparison, goal: Goal, rate_rps: float, in_force: SliderCandidate | None
+        self, comparison: GoodputComparison, goal: Goal, rate_rps: float, in_force: SliderCandidate | None
     ) -> CandidateSearchResult:
         """Find the fewest GPUs that serve a rate; if none do, what serves most of it."""
         best: CandidateSearchResult | None = None
@@ -161,14 +162,14 @@ class Planner:
             share = 0.9 / len(goal.tensor_parallels)
             self._span = (share * position, share * (position + 1))
             found = self._find_fewest_engines(comparison, goal, rate_rps, parallel, in_force)
-            if best is None or _rank_for_rate(found, rate_rps) < _rank_for_rate(best, rate_rps):
+            if best is None or rank_for_rate(found, rate_rps) < rank_for_rate(best, rate_rps):
                 best = found
         assert best is not None
         return best
 
     def _find_fewest_engines(
         self,
-        comparison: CandidateComparison,
+        comparison: GoodputComparison,
         goal: Goal,
         rate_rps: float,
         tensor_parallel: int,
@@ -195,11 +196,11 @@ class Planner:
             if following in tried and (tried[following].best.goodput_rps >= rate_rps) != serves:
                 break
             guess = following
-        return min(tried.values(), key=lambda one: _rank_for_rate(one, rate_rps))
+        return min(tried.values(), key=lambda one: rank_for_rate(one, rate_rps))
 
     def _search(
         self,
-        comparison: CandidateComparison,
+        comparison: GoodputComparison,
         replicas: int,
         tensor_parallel: int,
         start_rps: float | None,
@@ -234,7 +235,7 @@ class Planner:
 
     def _describe(
         self,
-        comparison: CandidateComparison,
+        comparison: GoodputComparison,
         goal: Goal,
         found: CandidateSearchResult,
         in_force: SliderCandidate | None,
@@ -311,13 +312,6 @@ def _estimate_engine_response_s(problem: PlanningProblem, engine: EngineSetup) -
 def _has_goodput(found: CandidateSearchResult) -> bool:
     """Say whether anything meets the objectives; less than one request in a whole run counts as nothing."""
     return found.best.goodput_rps * found.fidelity.duration_s >= 1.0
-
-
-def _rank_for_rate(found: CandidateSearchResult, rate_rps: float) -> tuple[bool, float, float]:
-    """Order findings: those that serve the rate by GPUs, the others by goodput."""
-    goodput_rps = found.best.goodput_rps
-    serves = goodput_rps >= rate_rps
-    return not serves, found.best.candidate.num_gpus if serves else -goodput_rps, -goodput_rps
 
 
 def _compare(ranked: RankedCandidate, chosen: RankedCandidate) -> Alternative:

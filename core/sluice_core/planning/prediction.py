@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sluice_core.planning.candidate_comparison import RunTrials
+from sluice_core.planning.goodput_comparison import RunTrials
 from sluice_core.planning.slider_space import SliderCandidate
 from sluice_core.planning.trials import SearchTrial, TrialDetails
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.candidate_comparison import CandidateComparison, Fidelity, RankedCandidate
+from sluice_core.planning.goodput_comparison import Fidelity, GoodputComparison, RankedCandidate
 from sluice_core.planning.slider_space import (
     SearchSpace,
     SliderCandidate,
@@ -114,7 +114,7 @@ class Search:
 
     def __init__(
         self,
-        comparison: CandidateComparison,
+        comparison: GoodputComparison,
         space: SearchSpace,
         effort: SearchEffort,
         report: Callable[[float, str], None] | None = None,

@@ -1,7 +1,8 @@
 """Which decodes move, and where to: flowing decode scheduling (TaiChi, section 3.3, Algorithm 1) in O(moved).
 
-The engine keeps its decodes in a ``DecodeSet`` and calls ``FlowPolicy.propose`` after each iteration; the router calls
-``FlowPolicy.target`` for the engine that shall take a proposed request.
+The engine keeps its decodes in a ``DecodeSet``, which knows those that near their TPOT SLO (alpha). It calls
+``FlowPolicy.propose`` after each iteration; the router calls ``FlowPolicy.target`` for the engine that shall take a
+proposed request.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sluice_core.records import EngineId, MoveCause, MoveProposal, RequestId, Role
-from sluice_core.scheduling.decode_set import Decode, DecodeSet
+from sluice_core.scheduling.decodes_by_tpot_and_length import Decode, DecodeSet
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
 from sluice_core.strategy_parameters import StrategyParameters
 

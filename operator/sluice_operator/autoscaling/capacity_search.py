@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_core.planning.candidate_comparison import CandidateComparison, Fidelity, RankedCandidate
+from sluice_core.planning.goodput_comparison import Fidelity, GoodputComparison, RankedCandidate
 from sluice_core.planning.planner import estimate_start_rps
 from sluice_core.planning.slider_search import Search
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
@@ -44,7 +44,7 @@ def search_capacity(request: CapacityRequest, effort: SearchEffort | None = None
 
     points: list[CapacityPoint] = []
     for sized in request.requests:
-        comparison = CandidateComparison(run_trials, sized.constraints.target)
+        comparison = GoodputComparison(run_trials, sized.constraints.target)
         start_rps = _guess(sized, problem, points)
         if request.may_tune and sized.constraints.replicas > 1 and not sized.constraints.is_fixed:
             points.append(_find_best(sized, comparison, effort, start_rps))
@@ -62,7 +62,7 @@ def _guess(request: SearchRequest, problem: PlanningProblem, points: Sequence[Ca
 
 
 def _measure(
-    request: SearchRequest, comparison: CandidateComparison, effort: SearchEffort, start_rps: float
+    request: SearchRequest, comparison: GoodputComparison, effort: SearchEffort, start_rps: float
 ) -> CapacityPoint:
     candidate = make_candidate(request)
     fidelity = Fidelity(seeds=effort.seeds, duration_s=effort.choose_duration_s(start_rps))
@@ -71,7 +71,7 @@ def _measure(
 
 
 def _find_best(
-    request: SearchRequest, comparison: CandidateComparison, effort: SearchEffort, start_rps: float
+    request: SearchRequest, comparison: GoodputComparison, effort: SearchEffort, start_rps: float
 ) -> CapacityPoint:
     in_force = make_candidate(request)
     search = Search(comparison, make_space(request), effort)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sluice_core.latency.known_gpus import parse_gpus
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
-from sluice_core.planning.candidate_comparison import CandidateComparison, RankedCandidate
+from sluice_core.planning.goodput_comparison import GoodputComparison, RankedCandidate
 from sluice_core.planning.planner import estimate_response_s, estimate_start_rps
 from sluice_core.planning.slider_search import Search, SearchEffort
 from sluice_core.planning.slider_space import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
@@ -66,7 +66,7 @@ def search(request: SearchRequest, effort: SearchEffort | None = None) -> Search
     def run_trials(trials: Sequence[SearchTrial]) -> list[TrialResult]:
         return [evaluator.evaluate(trial) for trial in trials]
 
-    comparison = CandidateComparison(run_trials, constraints.target)
+    comparison = GoodputComparison(run_trials, constraints.target)
     start_rps = estimate_start_rps(problem, constraints.replicas, 1)
     found = Search(comparison, make_space(request), effort).find_best(constraints.replicas, 1, start_rps, in_force)
     present = next(ranked for ranked in found.ranking if ranked.candidate == in_force)

@@ -1,51 +1,17 @@
-"""The Deployment of the routers. They never talk to the API server: engines are found by DNS, the plan is pushed."""
+"""The Deployment of the routers. Their pod is in ``pods/router_pod.py``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
-from sluice_operator.api.labels import (
-    CONTROL_TLS_ANNOTATION,
-    DEFAULT_IMAGE_ANNOTATION,
-    MODEL_LABEL,
-    RESTART_HASH_ANNOTATION,
-    label_child,
-    select_component,
-)
-from sluice_operator.api.model_identity import identify_model
-from sluice_operator.api.ports import CONTROL_PORT, ENGINE_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
+from sluice_operator.api.labels import DEFAULT_IMAGE_ANNOTATION, label_child, select_component
 from sluice_operator.resources import rolling_update
-from sluice_operator.resources.command_lines import RouterSite, render_router_command
-from sluice_operator.resources.pods import (
-    containers,
-    image_pull,
-    pod_defaults,
-    pod_placement,
-    probes,
-    security_context,
-    termination,
-)
-from sluice_operator.resources.pods.model_volume import MODEL_DIRECTORY, ROUTER_FILES, mount_model
-from sluice_operator.resources.pods.secrets import describe_security, locate_in_pod, mount_secrets
-from sluice_operator.resources.pods.user_pod_template import strategic_merge
-from sluice_operator.resources.rollout_hash import RESTARTS_ROUTERS, compute_rollout_hash
+from sluice_operator.resources.pods.router_pod import render_router_pod
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.api.spec.pod_fields import Resources
     from sluice_operator.kubernetes.objects import Object
-    from sluice_operator.resources.command_lines import Security
-
-PLAN_DIRECTORY = "/etc/sluice/plan"
-PLAN_VOLUME = "plan"
-# The id of the model, as the router program reads it.
-MODEL_ID_VARIABLE = "SLUICE_ROUTER_MODEL_ID"
-# Reading a tokenizer from a slow volume.
-STARTUP_S = 120
-# A pod without a CPU request gets what others leave: nothing while an engine on its node imports vLLM. Routers took
-# 97 s to start there, and every token waits as long. 200m is a fifth of what a busy router uses at most (one thread).
-CPU_REQUEST = "200m"
 
 
 def render_routers(cluster: ServingCluster, default_image: str, control_name: str) -> Object:
@@ -70,97 +36,6 @@ def render_routers(cluster: ServingCluster, default_image: str, control_name: st
             "selector": {"matchLabels": select_component(name, names.ROUTER)},
             "strategy": rolling_update.ROUTER_STRATEGY,
             "revisionHistoryLimit": 3,
-            "template": _render_template(cluster, spec.router.image or default_image, control_name),
+            "template": render_router_pod(cluster, spec.router.image or default_image, control_name),
         },
     }
-
-
-def _render_template(cluster: ServingCluster, image: str, control_name: str) -> Object:
-    name, spec = cluster.metadata.name, cluster.spec
-    labels = select_component(name, names.ROUTER)
-    model = mount_model(spec.model, names.name_plan(name), files=ROUTER_FILES)
-    plan = {
-        "name": PLAN_VOLUME,
-        "configMap": {
-            "name": names.name_plan(name),
-            "optional": True,
-            "items": [{"key": names.PLAN_FILE, "path": names.PLAN_FILE}],
-        },
-    }
-    security = describe_security(cluster, names.ROUTER, locate_in_pod, control_name)
-    volumes, mounts = mount_secrets(cluster, names.ROUTER)
-    container = _render_container(cluster, image, security)
-    container["volumeMounts"] += [model.mount, *mounts]
-    container["env"] = [*model.variables, *container["env"]]
-    template: Object = {
-        "metadata": {"labels": {**label_child(name, names.ROUTER), MODEL_LABEL: identify_model(spec.model)}},
-        "spec": {
-            **pod_defaults.render_pod_defaults(
-                spec.router.service_account_name or names.name_workload(name, names.ROUTER),
-                spec.router.drain_timeout_seconds,
-            ),
-            "topologySpreadConstraints": pod_placement.render_topology_spread(labels),
-            "containers": [container],
-            "volumes": [*model.volumes, pod_defaults.TMP_VOLUME, plan, *volumes],
-            **image_pull.render_pull_secrets(spec.router),
-            **pod_placement.render_placement(spec.router),
-        },
-    }
-    if model.init_containers:
-        template["spec"]["initContainers"] = [
-            containers.render_init_container(container, image) for container in model.init_containers
-        ]
-    merged: Object = strategic_merge(template, spec.router.pod_template)
-    merged["metadata"].setdefault("annotations", {}).update(
-        {
-            RESTART_HASH_ANNOTATION: compute_rollout_hash(spec, RESTARTS_ROUTERS, image, security.control_name),
-            **({CONTROL_TLS_ANNOTATION: security.router_name} if security.router_name else {}),
-        }
-    )
-    return merged
-
-
-def _render_container(cluster: ServingCluster, image: str, security: Security) -> Object:
-    site = RouterSite(
-        host="0.0.0.0",
-        http_port=HTTP_PORT,
-        grpc_port=GRPC_PORT,
-        control_port=CONTROL_PORT,
-        metrics_port=METRICS_PORT,
-        model_directory=MODEL_DIRECTORY,
-        engines=f"dns:{names.name_engine_service(cluster.metadata.name)}:{ENGINE_PORT}",
-        plan_file=f"{PLAN_DIRECTORY}/{names.PLAN_FILE}",
-    )
-    ports = {
-        "http": HTTP_PORT,
-        "grpc": GRPC_PORT,
-        "control": CONTROL_PORT,
-        "metrics": METRICS_PORT,
-    }
-    return {
-        "name": names.ROUTER,
-        "image": image,
-        "imagePullPolicy": image_pull.PULL_POLICY,
-        "command": render_router_command(cluster.spec, site, security),
-        "env": containers.render_environment(
-            {"HOME": containers.TMP_MOUNT["mountPath"], MODEL_ID_VARIABLE: identify_model(cluster.spec.model)},
-            containers.render_user_variables(cluster.spec.router),
-        ),
-        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
-        "resources": _render_resources(cluster.spec.router.resources),
-        "securityContext": security_context.CONTAINER_SECURITY,
-        "lifecycle": termination.LIFECYCLE,
-        **probes.render_probes("/livez", STARTUP_S),
-        "volumeMounts": [
-            containers.TMP_MOUNT,
-            {"name": PLAN_VOLUME, "mountPath": PLAN_DIRECTORY, "readOnly": True},
-        ],
-    }
-
-
-def _render_resources(resources: Resources) -> Object:
-    """The user's resources; where they say nothing about the CPU, enough of it to serve beside engines that start."""
-    rendered = containers.render_resources(resources)
-    if "cpu" not in {**resources.requests, **resources.limits}:
-        rendered["requests"] = {"cpu": CPU_REQUEST, **rendered.get("requests", {})}
-    return rendered

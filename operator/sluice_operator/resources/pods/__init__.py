@@ -1,1 +1,1 @@
-"""Pods: containers, probes, security, Secrets, images, model, RDMA, the user's template, and what a status says."""
+"""The pods of engines and routers, and their parts: probes, security, Secrets, images, model, RDMA and status."""

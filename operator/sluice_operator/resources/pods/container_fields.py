@@ -1,4 +1,4 @@
-"""What all containers share: resources, environment, init containers; ``pod_defaults`` has what pods share."""
+"""Fields of containers, rendered: resources, environment, init containers. ``pod_defaults`` has what pods share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The running decodes of one engine, ordered for Algorithm 1 (TaiChi, section 3.3) at no cost per iteration.
+"""The running decodes of one engine: which near their TPOT SLO, and which are longest, at no cost per iteration.
 
-All decodes of an engine gain one token per iteration, so both orders of Algorithm 1 are static:
+These are the orders of Algorithm 1 (TaiChi, section 3.3), which is in ``decode_flow``. All decodes of an engine gain
+one token per iteration, so both orders are static:
 
 - longest output first = ascending iteration number at which the length counter was zero;
 - TPOT so far above ``alpha * tau``: ``now - t_first > alpha * tau * (output_tokens - 1)`` with

@@ -1,4 +1,4 @@
-"""Compares candidates on common random numbers: the same rates, the same requests.
+"""Compares the goodputs of candidates on common random numbers: the same rates, the same requests.
 
 ``rank`` ranks many: candidates that pass at a rate go on to the next higher one, until none passes. So those that fall
 behind cost one run each, which gives up early, and the goodput of those in front is known from both sides. Candidates
@@ -60,8 +60,8 @@ class RankedCandidate:
         return statistics.fmean(self.goodputs_rps)
 
 
-class CandidateComparison:
-    """Compares candidates; mutable: it keeps what it has learned.
+class GoodputComparison:
+    """Compares the goodputs of candidates; mutable: it keeps what it has learned.
 
     Args:
         run_trials: Makes runs, in any number of processes.
