@@ -96,8 +96,11 @@ async def test_a_paused_cluster_does_not_upgrade_and_holds_no_place() -> None:
     assert images(world)[0] == OLD
 
 
-async def test_a_cluster_that_is_paused_while_it_waits_hands_its_turn_on() -> None:
-    world, second = World(), ClusterKey("default", "second")
+@pytest.mark.parametrize("hindrance", ["paused", "refused"])
+async def test_a_cluster_that_is_hindered_while_it_waits_hands_its_turn_on(hindrance: str) -> None:
+    tls = {"mode": "CertManager", "issuerRef": {"kind": "ClusterIssuer", "name": "ca"}, "dnsNames": ["llm.example.com"]}
+    world, second = World(router={"tls": tls}), ClusterKey("default", "second")
+    world.kubernetes.has_cert_manager = True
     world.kubernetes.put(make_cluster("second"))
     for _ in range(5):
         world.run_controllers()
@@ -106,7 +109,10 @@ async def test_a_cluster_that_is_paused_while_it_waits_hands_its_turn_on() -> No
     await upgrade(world)
     await world.reconciler.reconcile(second)
     world.now += SETTLE_S
-    world.edit(rollout={"paused": True})
+    if hindrance == "paused":
+        world.edit(rollout={"paused": True})
+    # Without cert-manager, the spec cannot be carried out any more.
+    world.kubernetes.has_cert_manager = hindrance == "paused"
     world.enqueued.clear()
     await world.reconcile()
     assert second in world.enqueued
