@@ -1,4 +1,4 @@
-"""A fleet in real pods that grows, shrinks and is deleted, while streams run: each one is exact.
+"""A fleet in real pods that grows, shrinks, goes back by itself and is deleted, while streams run: each one is exact.
 
 Its model comes from a Hub into a cache on a volume that root made. Engines emulate a GPU, so that six of them fit on
 two cores. The tests run in order: each starts from the cluster as the test before left it.
@@ -39,9 +39,11 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 NAMESPACE, MODEL = "fleet", "sluice/tiny"
-# Streams of some seconds: a token takes about 10 ms.
+# Streams of some seconds; and short ones, of which enough end on each engine while it is measured.
 LOAD = Shape(prompt_tokens=300, output_tokens=400, rate_rps=0.8)
-EMULATION = {"gpu": "a100-80g", "model": "llama-3-8b"}
+SHORT = Shape(prompt_tokens=300, output_tokens=60, rate_rps=2.5)
+# A token takes about 10 ms on the one, and 37 ms on the other.
+FAST, SLOW = {"gpu": "a100-80g", "model": "llama-3-8b"}, {"gpu": "a100-80g", "model": "qwen2.5-32b"}
 TPOT_MS = 25
 
 
@@ -78,7 +80,7 @@ def make_fleet_manifest(endpoint: str) -> dict[str, Any]:
     manifest["spec"]["model"] = {"name": MODEL, "servedName": "tiny", "source": source}
     manifest["spec"]["router"]["replicas"] = 1
     engine = manifest["spec"]["engine"]
-    engine["emulation"] = EMULATION
+    engine["emulation"] = FAST
     mounts = [{"name": "checkout", "mountPath": str(ROOT), "readOnly": True}]
     engine["podTemplate"]["spec"]["initContainers"] = [
         {"name": name, "volumeMounts": mounts} for name in ("resolve-model", "fetch-model")
@@ -148,6 +150,26 @@ async def test_two_engines_become_six_and_two_again_with_both_roles_at_every_mom
     print(f"engines, P-heavy ones: {sorted(plans)}")
     assert {(2, 1), (6, 3)} <= plans
     assert all(abs(2 * num_prefill_heavy - number) <= 1 for number, num_prefill_heavy in plans)
+
+
+async def test_a_roll_to_slower_engines_goes_back_by_itself(cluster: PodCluster) -> None:
+    before = cluster.identify("engine")
+    gate = {"durationSeconds": 20, "minAttainment": "60%", "minRequests": 4, "timeoutSeconds": 600}
+
+    def act() -> None:
+        # Requests stay where they are placed: otherwise the faster engines would take them over.
+        cluster.edit(strategy="Aggregated")
+        cluster.wait("Progressing", "Settled")
+        cluster.edit(rollout={"maxSurge": 1, "maxUnavailable": 0, "gate": gate}, engine={"emulation": SLOW})
+        cluster.wait_for(lambda: len(cluster.engines) == 3, "a slower engine beside the others")
+        cluster.wait("Degraded", "RolledBack")
+        cluster.wait_for(lambda: cluster.identify("engine") == before, "the end of the slower engine")
+
+    async with keep_asking(cluster, SHORT):
+        await asyncio.to_thread(act)
+    conditions = {item["type"]: item["message"] for item in cluster.read("slc/tiny")["status"]["conditions"]}
+    print(conditions["Degraded"])
+    assert "rollout.gate.minAttainment 60%" in conditions["Degraded"]
 
 
 async def test_streams_of_a_deleted_cluster_end_whole(cluster: PodCluster) -> None:

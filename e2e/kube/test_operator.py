@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import signal
 import time
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from kubectl_cluster import CHILDREN, KubectlCluster, make_manifest, wait_for
+from kubectl_cluster import CHILDREN, PATIENCE_S, KubectlCluster, make_manifest, wait_for
 from operator_process import Operator, Replicas, make_access
 from stand_in_router import StandInRouters, run_stand_in_routers
 from testbed.fake_nodes import is_ready, make_node
@@ -356,3 +357,52 @@ def test_the_operator_survives_a_restart_of_the_control_plane(program: str, clus
     wait_for(lambda: cluster.roles == ["d-heavy"] + ["p-heavy"] * 3, "the roles")
     cluster.wait("Progressing", "Settled")
     assert set(cluster.engines) == before
+
+
+def test_three_clusters_take_the_images_of_a_new_operator_one_after_the_other(
+    client: Client, routers: StandInRouters, replicas: Replicas, make_namespace: Callable[[str], str]
+) -> None:
+    replicas.end()
+    old = replicas.start("old")
+    stuck, *clusters = [Cluster(client, make_namespace("restricted")) for _ in range(4)]
+    stuck.edit(engine={"nodeSelector": {"no": "such-node"}})
+    for each in clusters:
+        each.edit(replicas=2)
+    stuck.wait("Degraded", "Unschedulable")
+    for each in clusters:
+        each.wait("Progressing", "Settled")
+    assert old.end(signal.SIGTERM) == 0
+    replicas.start("new", engine_image="sluice-engine:9")
+
+    def have_images() -> bool:
+        return {read_image(pod["spec"]) for each in clusters for pod in each.engines.values()} == {"sluice-engine:9"}
+
+    # A new operator lets half a minute pass first.
+    wait_for(have_images, "the new image everywhere", 2 * PATIENCE_S)
+    for each in clusters:
+        each.wait("Progressing", "Settled")
+    turns = sorted(find_turn(each) for each in clusters)
+    print(f"first new engine, last one Ready: {turns}")
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(turns))
+    # One that cannot start keeps nobody waiting, and comes last.
+    wait_for(
+        lambda: read_image(stuck.read("deployment/tiny-engine")["spec"]["template"]["spec"]) == "sluice-engine:9",
+        "the new image in the cluster that cannot start",
+    )
+    for each in (stuck, *clusters):
+        each.kubectl("delete", "slc", "tiny")
+
+
+def read_image(pod_spec: dict[str, Any]) -> str:
+    """Reads the image of an engine."""
+    image: str = pod_spec["containers"][0]["image"]
+    return image
+
+
+def find_turn(cluster: Cluster) -> tuple[str, str]:
+    """Finds when the first engine of a cluster was created and when the last one became Ready, by Kubernetes' clock."""
+    pods = cluster.engines.values()
+    ready = [
+        item["lastTransitionTime"] for pod in pods for item in pod["status"]["conditions"] if item["type"] == "Ready"
+    ]
+    return min(pod["metadata"]["creationTimestamp"] for pod in pods), max(ready)

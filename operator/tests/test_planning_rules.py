@@ -315,6 +315,7 @@ FACTS = RollFacts(
     replicas=4,
     refusal="",
     figures=Outcomes(num_ended=20, num_met=18),
+    num_ended_on_new=20,
     watched_s=1e9,
     start_limit_s=300.0,
 )

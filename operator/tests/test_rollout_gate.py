@@ -29,6 +29,7 @@ FACTS = RollFacts(
     replicas=4,
     refusal="",
     figures=Outcomes(),
+    num_ended_on_new=0,
     watched_s=10_000.0,
     start_limit_s=300.0,
 )
@@ -64,6 +65,41 @@ VERDICTS: dict[str, tuple[RolloutState, dict[str, Any], float, RolloutState | No
         {"figures": LATE},
         60,
         replace(STARTING, failure="17 of 20 requests met their objectives, less than rollout.gate.minAttainment 90%"),
+        False,
+    ),
+    "good, but too few ended on the new engines": (
+        MEASURED,
+        {"figures": GOOD, "num_ended_on_new": 19},
+        599,
+        MEASURED,
+        True,
+    ),
+    "good, and too few ended on the new engines for too long": (
+        MEASURED,
+        {"figures": GOOD, "num_ended_on_new": 1},
+        600,
+        PASSED,
+        False,
+    ),
+    "late, and too few ended on the new engines for too long": (
+        MEASURED,
+        {"figures": LATE, "num_ended_on_new": 1},
+        600,
+        replace(STARTING, failure="17 of 20 requests met their objectives, less than rollout.gate.minAttainment 90%"),
+        False,
+    ),
+    "good, and enough ended on the new engines": (
+        MEASURED,
+        {"figures": GOOD, "num_ended_on_new": 20},
+        60,
+        PASSED,
+        False,
+    ),
+    "errors while too few ended on the new engines": (
+        MEASURED,
+        {"figures": FAILED, "num_ended_on_new": 2},
+        1,
+        replace(STARTING, failure="2 of 20 requests failed, more than rollout.gate.maxErrorRate 5%"),
         False,
     ),
     "errors, at once": (
@@ -169,6 +205,8 @@ class Rolling:
         for uid in world.engine_uids:
             grown = on_old if uid in self.old else on_new
             outcomes[uid] = tuple(map(sum, zip(outcomes.get(uid, (0, 0, 0)), grown, strict=True)))  # type: ignore[assignment]
+        num_ended, num_met, _ = map(sum, zip(*outcomes.values(), strict=True))
+        world.routers.counters = [control_pb2.ClassCounters(num_finished=num_ended, num_met_both=num_met)]
         await world.reconcile()
         for found in world.routers.statuses(KEY).values():
             world.reconciler.record_status(KEY, found)
@@ -224,6 +262,25 @@ async def test_a_roll_whose_engines_are_worse_goes_back_by_itself_and_says_why(o
     assert world.conditions["Progressing"] == ("False", "Settled")
     assert world.conditions["Degraded"] == ("False", "AsExpected")
     assert world.deployment()["spec"]["template"] == rolling.template
+
+
+async def test_a_slower_engine_that_gets_few_requests_goes_back_all_the_same() -> None:
+    rolling = Rolling(gate={**SPEC["gate"], "timeoutSeconds": 600})
+    await rolling.begin()
+    for step in range(120):
+        # Each router has one request end on it every fourth second: about five of ten while it is measured.
+        await rolling.step((2, 2, 0), (int(step % 4 == 0), 0, 0))
+    assert rolling.most_new == 1
+    assert rolling.world.conditions["Progressing"] == ("False", "RolledBack")
+    assert rolling.world.message("Degraded").startswith("the engines that served before are back: 0 of 10 requests met")
+
+
+async def test_a_batch_on_which_no_request_ends_is_judged_by_all_that_did() -> None:
+    rolling = Rolling()
+    await rolling.begin()
+    for _ in range(120):
+        await rolling.step((2, 2, 0) if rolling.world.engine_uids & rolling.old else (0, 0, 0), (0, 0, 0))
+    assert rolling.most_new == 4
 
 
 async def test_a_batch_is_judged_by_what_ended_since_it_began() -> None:

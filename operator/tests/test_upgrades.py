@@ -96,6 +96,53 @@ async def test_a_paused_cluster_does_not_upgrade_and_holds_no_place() -> None:
     assert images(world)[0] == OLD
 
 
+@pytest.mark.parametrize("hindrance", ["paused", "refused"])
+async def test_a_cluster_that_is_hindered_while_it_waits_hands_its_turn_on(hindrance: str) -> None:
+    tls = {"mode": "CertManager", "issuerRef": {"kind": "ClusterIssuer", "name": "ca"}, "dnsNames": ["llm.example.com"]}
+    world, second = World(router={"tls": tls}), ClusterKey("default", "second")
+    world.kubernetes.has_cert_manager = True
+    world.kubernetes.put(make_cluster("second"))
+    for _ in range(5):
+        world.run_controllers()
+        await world.reconcile()
+        await world.reconciler.reconcile(second)
+    await upgrade(world)
+    await world.reconciler.reconcile(second)
+    world.now += SETTLE_S
+    if hindrance == "paused":
+        world.edit(rollout={"paused": True})
+    # Without cert-manager, the spec cannot be carried out any more.
+    world.kubernetes.has_cert_manager = hindrance == "paused"
+    world.enqueued.clear()
+    await world.reconcile()
+    assert second in world.enqueued
+
+
+async def test_a_cluster_that_cannot_start_keeps_no_other_one_waiting() -> None:
+    world, second = World(), ClusterKey("default", "second")
+    world.kubernetes.broken_images.add("mine:1")
+    world.kubernetes.put(make_cluster("second", router={"image": "mine:1"}))
+
+    async def reconcile_second() -> None:
+        # The first reconcile may end with a new plan.
+        for _ in range(3):
+            world.run_controllers()
+            await world.reconciler.reconcile(second)
+
+    await reconcile_second()
+    await world.settle()
+    await upgrade(world)
+    world.now += SETTLE_S
+    # Its turn comes first.
+    await reconcile_second()
+    await world.settle()
+    assert images(world)[0] == NEW
+    assert second in world.enqueued
+    await reconcile_second()
+    deployment = world.kubernetes.find(DEPLOYMENTS, "second-engine")
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == NEW
+
+
 A, B, C = (ClusterKey("n", name) for name in "abc")
 BODY: dict[str, Any] = {"metadata": {}}
 
@@ -109,56 +156,59 @@ class Places:
         self.places = UpgradePlaces(limit, now=lambda: self.now, enqueue=self.enqueued.append)
         self.now = SETTLE_S
 
+    def may_upgrade(self, key: ClusterKey, body: dict[str, Any] = BODY, *, is_whole: bool = True) -> bool:
+        return self.places.may_upgrade(key, body, is_whole=is_whole)
+
 
 def test_at_most_so_many_clusters_upgrade_at_once() -> None:
     found = Places(2)
-    assert [found.places.may_upgrade(key, BODY) for key in (A, B, C)] == [True, True, False]
+    assert [found.may_upgrade(key) for key in (A, B, C)] == [True, True, False]
     # Whoever holds a place keeps it until all its pods serve.
-    assert found.places.may_upgrade(A, BODY)
+    assert found.may_upgrade(A)
     found.places.note_progress(A, is_rolling=True, is_whole=False)
     found.places.note_progress(A, is_rolling=False, is_whole=False)
-    assert (found.places.may_upgrade(C, BODY), found.enqueued) == (False, [])
+    assert (found.may_upgrade(C), found.enqueued) == (False, [])
     found.places.note_progress(A, is_rolling=False, is_whole=True)
     assert found.enqueued == [C]
-    assert found.places.may_upgrade(C, BODY)
+    assert found.may_upgrade(C)
 
 
 def test_a_deleted_cluster_gives_its_place_back() -> None:
     found = Places(1)
-    assert found.places.may_upgrade(A, BODY)
-    assert not found.places.may_upgrade(B, BODY)
+    assert found.may_upgrade(A)
+    assert not found.may_upgrade(B)
     found.places.forget(A)
     assert found.enqueued == [B]
-    assert found.places.may_upgrade(B, BODY)
+    assert found.may_upgrade(B)
 
 
 def test_an_annotated_cluster_takes_no_place() -> None:
     found = Places(0)
-    assert not found.places.may_upgrade(A, BODY)
-    assert found.places.may_upgrade(A, ALLOWED)
-    assert not found.places.may_upgrade(A, {"metadata": {"annotations": {"sluice.dev/upgrade": "yes"}}})
+    assert not found.may_upgrade(A)
+    assert found.may_upgrade(A, ALLOWED)
+    assert not found.may_upgrade(A, {"metadata": {"annotations": {"sluice.dev/upgrade": "yes"}}})
 
 
 def test_a_cluster_that_waited_and_is_annotated_waits_no_more() -> None:
     found = Places(1)
-    assert [found.places.may_upgrade(key, BODY) for key in (A, B, C)] == [True, False, False]
-    assert found.places.may_upgrade(B, ALLOWED)
+    assert [found.may_upgrade(key) for key in (A, B, C)] == [True, False, False]
+    assert found.may_upgrade(B, ALLOWED)
     found.places.note_progress(A, is_rolling=False, is_whole=True)
     assert found.enqueued == [C]
 
 
 def test_a_cluster_that_waited_and_begins_waits_no_more() -> None:
     found = Places(1)
-    assert [found.places.may_upgrade(key, BODY) for key in (A, B, C)] == [True, False, False]
+    assert [found.may_upgrade(key) for key in (A, B, C)] == [True, False, False]
     found.places.forget(A)
-    assert found.places.may_upgrade(B, BODY)
+    assert found.may_upgrade(B)
     found.places.forget(B)
     assert found.enqueued == [B, C]
 
 
 def test_a_cluster_that_waited_and_runs_the_newest_or_is_gone_waits_no_more() -> None:
     found = Places(1)
-    assert [found.places.may_upgrade(key, BODY) for key in (A, B, C)] == [True, False, False]
+    assert [found.may_upgrade(key) for key in (A, B, C)] == [True, False, False]
     found.places.note_progress(B, is_rolling=False, is_whole=False)
     found.places.forget(C)
     found.places.forget(A)
@@ -168,13 +218,60 @@ def test_a_cluster_that_waited_and_runs_the_newest_or_is_gone_waits_no_more() ->
 def test_a_new_leader_counts_upgrades_under_way_before_it_begins_others() -> None:
     found = Places(1)
     found.now = 0.0
-    assert not found.places.may_upgrade(A, BODY)
+    assert not found.may_upgrade(A)
     found.places.note_progress(B, is_rolling=True, is_whole=False)
     found.now = SETTLE_S
-    assert not found.places.may_upgrade(A, BODY)
+    assert not found.may_upgrade(A)
     found.places.note_progress(B, is_rolling=False, is_whole=True)
     assert found.enqueued == [A]
-    assert found.places.may_upgrade(A, BODY)
+    assert found.may_upgrade(A)
+
+
+def test_clusters_that_do_not_serve_come_last_and_keep_nobody_waiting() -> None:
+    found = Places(1)
+    found.now = 0.0
+    assert not any(found.may_upgrade(key, is_whole=key is C) for key in (A, B, C))
+    found.now = SETTLE_S
+    assert not found.may_upgrade(A, is_whole=False)
+    assert found.enqueued == [C]
+    assert found.may_upgrade(C)
+    # The image may be at fault as long as the one that serves has not taken it.
+    assert not found.may_upgrade(B, is_whole=False)
+    found.places.note_progress(C, is_rolling=False, is_whole=True)
+    assert found.enqueued == [C, A, B]
+    assert all(found.may_upgrade(key, is_whole=False) for key in (A, B))
+    found.places.note_progress(A, is_rolling=True, is_whole=False)
+    assert found.may_upgrade(C)
+
+
+def test_a_cluster_that_begins_to_serve_is_among_the_others_at_once() -> None:
+    found = Places(1)
+    assert found.may_upgrade(A)
+    assert not any(found.may_upgrade(key, is_whole=False) for key in (B, C))
+    assert not found.may_upgrade(C)
+    found.places.forget(A)
+    assert found.enqueued == [C]
+
+
+def test_a_cluster_that_serves_no_longer_hands_its_turn_on() -> None:
+    found = Places(1)
+    assert [found.may_upgrade(key) for key in (A, B, C)] == [True, False, False]
+    found.places.forget(A)
+    assert found.enqueued == [B]
+    assert not found.may_upgrade(B, is_whole=False)
+    assert found.enqueued == [B, C]
+
+
+def test_clusters_that_do_not_serve_wait_for_the_annotation_where_all_do() -> None:
+    found = Places(0)
+    assert not found.may_upgrade(A, is_whole=False)
+    assert found.may_upgrade(A, ALLOWED, is_whole=False)
+
+
+def test_a_roll_of_another_kind_takes_no_place() -> None:
+    found = Places(1)
+    found.places.note_progress(A, is_rolling=True, is_whole=False)
+    assert found.may_upgrade(B)
 
 
 @pytest.mark.parametrize(

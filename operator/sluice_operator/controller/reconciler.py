@@ -196,6 +196,8 @@ class Reconciler:
         applied = ChildrenOutcome(failures=planned.failures)
         if verdict.cluster and verdict.may_apply:
             applied = await self._apply(key, verdict.cluster, observed, reported, planned, state=state)
+        else:
+            self._upgrades.withdraw(key)
 
         inputs = self._collect_status_inputs(
             key, verdict, observed=observed, reported=reported, planned=planned, applied=applied, state=state
@@ -231,21 +233,23 @@ class Reconciler:
         newest = DefaultImages(engine=settings.engine_image, router=settings.router_image)
         deployments = {component: observed.deployment(component) for component in (names.ENGINE, names.ROUTER)}
         kept = keep_default_images(cluster, deployments, newest)
+        found = [deployment for deployment in deployments.values() if deployment]
+        whole = all(is_whole(deployment) and not went_back(deployment) for deployment in found)
         if kept == newest:
-            found = [deployment for deployment in deployments.values() if deployment]
-            rolls = any(map(is_rolling, found))
-            whole = all(is_whole(deployment) and not went_back(deployment) for deployment in found)
-            self._upgrades.note_progress(key, is_rolling=rolls, is_whole=whole)
+            self._upgrades.note_progress(key, is_rolling=any(map(is_rolling, found)), is_whole=whole)
             return newest, ""
-        if not cluster.spec.rollout.paused and self._upgrades.may_upgrade(key, observed.body):
+        if cluster.spec.rollout.paused:
+            self._upgrades.withdraw(key)
+        elif self._upgrades.may_upgrade(key, observed.body, is_whole=whole):
             return newest, ""
         changes = [
             f"{old} to {new}" for old, new in ((kept.engine, newest.engine), (kept.router, newest.router)) if old != new
         ]
         limit = settings.max_concurrent_upgrades
         return kept, (
-            f"an upgrade waits, of {' and '.join(changes)}: {limit} clusters upgrade at once, and one whose rollout is "
-            f"paused does not; annotate this one with {UPGRADE_ANNOTATION}={UPGRADE_ALLOWED} to begin now"
+            f"an upgrade waits, of {' and '.join(changes)}: {limit} clusters upgrade at once, those whose pods do "
+            "not all serve come last, and one whose rollout is paused does not; annotate this one with "
+            f"{UPGRADE_ANNOTATION}={UPGRADE_ALLOWED} to begin now"
         )
 
     async def _apply(

@@ -99,13 +99,16 @@ def _observe_roll(
     refusals = [pod.failure.message for pod in new if pod.failure and pod.failure.reason is Reason.ENGINE_REFUSED]
     new_engines = [pod.engine_id for pod in new]
     batch = _find_batch(state, roll, new_engines, now)
+    on_new = _sum(state, new_engines).minus(batch.on_new)
+    figures = on_new if on_new.num_ended >= gate.min_requests else state.outcomes.total().minus(batch.total)
     return RollFacts(
         num_new=len(new),
         num_new_ready=sum(pod.is_ready for pod in new),
         num_old=len(present) - len(new),
         replicas=spec.replicas,
         refusal=refusals[0] if refusals else "",
-        figures=_measure(state, batch, gate, new_engines) if reported.statuses else None,
+        figures=figures if reported.statuses else None,
+        num_ended_on_new=on_new.num_ended,
         watched_s=now - batch.seen_s,
         start_limit_s=spec.engine.drain_timeout_seconds + spec.engine.startup_timeout_seconds + START_MARGIN_S,
     )
@@ -120,14 +123,6 @@ def _find_batch(
         total, on_new = state.outcomes.total(), _sum(state, new_engines)
         state.batch = MeasuredBatch(key=key, seen_s=now, total=total, on_new=on_new)
     return state.batch
-
-
-def _measure(
-    state: ClusterState, batch: MeasuredBatch, gate: RolloutGateSpec, new_engines: Collection[EngineId]
-) -> Outcomes:
-    """Counts what ended, on the new engines where that is enough."""
-    on_new = _sum(state, new_engines).minus(batch.on_new)
-    return on_new if on_new.num_ended >= gate.min_requests else state.outcomes.total().minus(batch.total)
 
 
 def _sum(state: ClusterState, engines: Collection[EngineId]) -> Outcomes:

@@ -31,6 +31,7 @@ class RollFacts:
         replicas: Engines that there should be.
         refusal: Why an engine of the new template refuses to start; empty: none does.
         figures: Of the batch, of the new engines where they have enough requests; None: no router answers.
+        num_ended_on_new: Requests of the batch that ended on the new engines.
         watched_s: For how long this process has seen the batch: it knows nothing of the figures before.
         start_limit_s: Longest time until the engines of a batch serve, drains included.
     """
@@ -41,6 +42,7 @@ class RollFacts:
     replicas: int
     refusal: str
     figures: Outcomes | None
+    num_ended_on_new: int
     watched_s: float
     start_limit_s: float
 
@@ -99,16 +101,24 @@ def _judge(state: RolloutState, facts: RollFacts, gate: RolloutGateSpec, measure
     figures = facts.figures
     passed = replace(state, num_passed=facts.num_new, since_s=None, measured_since_s=None)
     if figures is not None and figures.num_ended >= gate.min_requests:
-        fault = _find_fault(figures, gate, is_complete=measured_s >= gate.duration_seconds)
+        is_complete = _is_complete(facts, gate, measured_s)
+        fault = _find_fault(figures, gate, is_complete=is_complete)
         if fault:
             return _return(state, fault)
-        if measured_s >= gate.duration_seconds:
+        if is_complete:
             return GateDecision(state=passed)
     elif measured_s >= gate.timeout_seconds:
         if figures is None:
             return _return(state, f"no router reported for {gate.timeout_seconds} s")
         return GateDecision(state=replace(passed, num_unmeasured=state.num_unmeasured + 1))
     return GateDecision(state=state, is_held=True, wake_in_s=CHECK_INTERVAL_S)
+
+
+def _is_complete(facts: RollFacts, gate: RolloutGateSpec, measured_s: float) -> bool:
+    """Whether the batch was measured for long enough, and on the new engines where requests end on them."""
+    # A slower engine gets fewer requests: those of the faster ones must not let it pass. On P-heavy ones none may end.
+    is_sampled = facts.num_ended_on_new == 0 or facts.num_ended_on_new >= gate.min_requests
+    return measured_s >= (gate.duration_seconds if is_sampled else max(gate.duration_seconds, gate.timeout_seconds))
 
 
 def _find_fault(figures: Outcomes, gate: RolloutGateSpec, *, is_complete: bool) -> str:
