@@ -74,9 +74,10 @@ class CompiledModules(BuildHookInterface[Any]):
         (self._folder / "setup.py").write_text(SETUP.format(modules=compiled))
         (self._folder / "mypy.ini").write_text(CONFIGURATION.format(interpreted=",".join(interpreted)))
         subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=self._folder, check=True)
-        for module in self._folder.rglob("*.so"):
-            if "build" not in module.relative_to(self._folder).parts:
-                build_data["force_include"][str(module)] = str(module.relative_to(self._folder))
+        for library in self._folder.rglob("*.so"):
+            target = library.relative_to(self._folder)
+            if "build" not in target.parts:
+                build_data["force_include"][str(library)] = str(target)
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
 
