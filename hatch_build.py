@@ -14,7 +14,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 # Folder in the checkout, package.
 PACKAGES = (("core", "sluice_core"), ("protos", "sluice"), ("router", "sluice_router"))
-# Generated messages, and classes that libraries make while Python runs their bodies.
+# Generated messages; classes that extend a library's (pydantic, jinja2, prometheus_client); errors, which those extend.
 INTERPRETED = (
     "sluice",
     "sluice.*",
@@ -32,8 +32,6 @@ from setuptools import setup
 from mypyc.build import mypycify
 setup(name="compiled", packages=[], ext_modules=mypycify({modules!r}, opt_level="3", debug_level="0", multi_file=True))
 """
-
-
 # Libraries are not installed where a wheel is built, so what comes from them has no type. CI checks types with them.
 # A compiled class that extends one of theirs would overwrite its fields.
 CONFIGURATION = """

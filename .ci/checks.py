@@ -50,7 +50,7 @@ ENGINE_TESTS_LIMIT_S = 2400.0
 DOCKERFILES = ("operator/Dockerfile", "router/Dockerfile", "engine_image/Dockerfile", "e2e/kube/bases/Dockerfile")
 # Core and router are compiled in the wheel, as images install it, so their tests run on it too.
 COMPILED = ROOT / "build" / "compiled"
-# These replace parts of compiled objects, which only Python's own allow.
+# These look into compiled objects or replace parts of them, which only Python's own allow.
 PATCHING_TESTS = ("test_api_keys", "test_held_requests", "test_kv_copies", "test_prefixes", "test_router_edges")
 COMPILED_TESTS = ("core/tests", "router/tests", *(f"--ignore=router/tests/{name}.py" for name in PATCHING_TESTS))
 IS_COMPILED = """
