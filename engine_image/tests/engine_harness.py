@@ -1,36 +1,32 @@
 # ruff: noqa: PLC0415  (vLLM takes nine seconds to import: only tests that start engines pay them)
-"""Real engines for tests: forked from the test process, driven by hand through vLLM's synchronous client.
+"""Real engines for tests, driven by hand through vLLM's synchronous client.
 
-A test process imports vLLM once (9 s) and forks any number of engines (3 s each). Nothing runs beside the test: outputs
-wait in the client's queue until ``Engine.poll`` takes them.
+A test process and its fork server import vLLM once (9 s each); every engine is forked from the server (3 s). Nothing
+runs beside the test: outputs wait in the client's queue until ``Engine.poll`` takes them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import multiprocessing
 import os
 import queue
-import threading
 import time
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from core_processes import CoreContext
 
 from sluice_engine import core_encoding, core_messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from multiprocessing.process import BaseProcess
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from vllm.v1.engine.core_client import SyncMPClient
 
 BLOCK_SIZE = 32
 MAX_BATCH_TOKENS = 512
 DEADLINE_S = 20.0
-START_LIMIT_S = 90.0
 # PyTorch compiles what computes logprobs when it is first asked for some: it takes long where it never did so before.
 COMPILE_DEADLINE_S = 240.0
 
@@ -48,7 +44,7 @@ os.environ.update(
 
 
 def import_vllm() -> None:
-    """Imports all that engines need, once, so that forks share it; its warnings are its own affair."""
+    """Imports all that clients of engines need, once; its warnings are its own affair."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import vllm.engine.arg_utils
@@ -80,61 +76,21 @@ class Part:
         return self.finish_reason is not None or self.is_returned
 
 
-@contextlib.contextmanager
-def objects_kept_from_forks() -> Iterator[None]:
-    """Keeps a forked child's garbage collector off objects of this process.
-
-    Tests of other parts leave channels of grpc.aio behind, whose finalizers wait for a thread that a fork does not
-    have.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def start_core(start: Callable[[], SyncMPClient]) -> SyncMPClient:
-    """Starts an EngineCore process, and once more if it hangs.
-
-    A child that is forked beside threads waits for ever if one of them held a lock that it needs. That is the tests'
-    risk alone: the product forks from processes without threads.
-    """
-    for is_last in (False, True):
-        others = set(multiprocessing.active_children())
-        is_over, is_hung = threading.Event(), threading.Event()
-
-        def end_hung(
-            others: set[BaseProcess] = others, is_over: threading.Event = is_over, is_hung: threading.Event = is_hung
-        ) -> None:
-            if is_over.wait(START_LIMIT_S):
-                return
-            is_hung.set()
-            while not is_over.wait(0.1):
-                for child in set(multiprocessing.active_children()) - others:
-                    child.kill()
-
-        watch = threading.Thread(target=end_hung, daemon=True)
-        watch.start()
-        try:
-            with objects_kept_from_forks():
-                return start()
-        except RuntimeError:
-            if is_last or not is_hung.is_set():
-                raise
-        finally:
-            is_over.set()
-            watch.join()
-    raise AssertionError("unreachable")
-
-
 class Engine:
     """One EngineCore process with Sluice's plugin."""
 
     def __init__(
-        self, name: str, model: Path, port: int, *, is_async: bool = False, lease_s: int = 30, **options: Any
+        self,
+        name: str,
+        model: Path,
+        port: int,
+        *,
+        is_async: bool = False,
+        lease_s: int = 30,
+        replaced: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
+        import vllm.v1.engine.utils
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.core_client import SyncMPClient
@@ -159,13 +115,15 @@ class Engine:
             "kv_transfer_config": KVTransferConfig(**make_transfer_config(name, "cpu", 100, lease_s)),
         }
         if is_async:
-            settings["distributed_executor_backend"] = make_async_executor()
+            from async_executor import AsyncExecutor
+
+            settings["distributed_executor_backend"] = AsyncExecutor
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config = EngineArgs(**(settings | options)).create_engine_config()
-            # vLLM asks for spawn on CPUs; a fork starts in a fraction of the time.
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-            self.client = start_core(lambda: SyncMPClient(config, Executor.get_class(config), log_stats=False))
+            # vLLM spawns on CPUs; a fork of the server starts in a fraction of the time.
+            with mock.patch.object(vllm.v1.engine.utils, "get_mp_context", return_value=CoreContext(replaced or {})):
+                self.client = SyncMPClient(config, Executor.get_class(config), log_stats=False)
         self.name = name
         self.parts: dict[str, Part] = {}
         self.reports: list[core_messages.SchedulerReport] = []
@@ -386,36 +344,3 @@ def run_moving(engines: Sequence[Engine], cuts: Sequence[int], prompt: Sequence[
         part = following
     wait(engines, lambda: part.is_over)
     return Part(part.request_id, tokens + part.tokens, logprobs + part.logprobs, part.finish_reason, part.stop_reason)
-
-
-def make_async_executor() -> type:
-    """Makes an executor with which vLLM schedules ahead on the CPU: the model runs in a thread of its own.
-
-    vLLM turns asynchronous scheduling off for CPUs; it is on again once the worker exists, for the EngineCore alone.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    from sluice_engine.startup.in_process_executor import InProcessExecutor
-
-    class AsyncExecutor(InProcessExecutor):
-        def _init_executor(self) -> None:
-            super()._init_executor()
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="model")
-            self.vllm_config.scheduler_config.async_scheduling = True
-
-        def collective_rpc(
-            self,
-            method: Any,
-            timeout: Any = None,
-            args: Any = (),
-            kwargs: Any = None,
-            non_block: bool = False,  # noqa: FBT001, FBT002
-            single_value: bool = False,  # noqa: FBT001, FBT002
-        ) -> Any:
-            run = super().collective_rpc
-            if not hasattr(self, "_pool"):
-                return run(method, timeout, args, kwargs, non_block, single_value)
-            future = self._pool.submit(run, method, timeout, args, kwargs, False, single_value)  # noqa: FBT003
-            return future if non_block and method in ("execute_model", "sample_tokens") else future.result()
-
-    return AsyncExecutor

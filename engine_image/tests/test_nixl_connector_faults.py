@@ -30,10 +30,8 @@ def short_lived(start_engine: Callable[..., Engine]) -> Engine:
 @pytest.fixture(scope="module")
 def patient(start_engine: Callable[..., Engine]) -> Engine:
     """An engine that never gives a hand-off up which it has no room for."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(incoming_pulls, "PULL_START_S", 3600.0)
-        # Stock vLLM's heartbeats come several times in the length of its own lease.
-        return start_engine("patient", lease_s=2)
+    # Stock vLLM's heartbeats come several times in the length of its own lease.
+    return start_engine("patient", lease_s=2, replaced={f"{incoming_pulls.__name__}.PULL_START_S": 3600.0})
 
 
 def start_and_hand_off(engine: Engine, prompt: list[int]) -> Part:
