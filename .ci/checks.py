@@ -29,15 +29,7 @@ PACKAGES = (
     "cli/sluice_cli",
 )
 # Unit tests start no engine. They run on all cores, since each test has its own ports and folders.
-UNIT_TESTS = (
-    ".ci/tests",
-    "core/tests",
-    "protos/tests",
-    "operator/tests",
-    "cli/tests",
-    "router/tests",
-    "benchmarks/tests",
-)
+UNIT_TESTS = (".ci/tests", "protos/tests", "operator/tests", "cli/tests", "benchmarks/tests")
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
 # These start engines by the file, on two cores; each worker has ports of its own.
 ENGINE_TESTS = ("--numprocesses=2", "--dist=loadfile", "engine_image/tests")
@@ -48,11 +40,15 @@ CHECK_LIMIT_S = 900.0
 UNIT_TESTS_LIMIT_S = 1200.0
 ENGINE_TESTS_LIMIT_S = 2400.0
 DOCKERFILES = ("operator/Dockerfile", "router/Dockerfile", "engine_image/Dockerfile", "e2e/kube/bases/Dockerfile")
-# Core and router are compiled in the wheel, as images install it, so their tests run on it too.
+# Core and router are compiled in the wheel, as images install it, so their tests run on it.
 COMPILED = ROOT / "build" / "compiled"
-# These look into compiled objects or replace parts of them, which only Python's own allow.
-PATCHING_TESTS = ("test_api_keys", "test_held_requests", "test_kv_copies", "test_prefixes", "test_router_edges")
-COMPILED_TESTS = ("core/tests", "router/tests", *(f"--ignore=router/tests/{name}.py" for name in PATCHING_TESTS))
+# These replace parts of what is compiled, or look into it, which only Python's own objects allow.
+PATCHING_TESTS = tuple(
+    f"router/tests/test_{name}.py" for name in ("api_keys", "held_requests", "kv_copies", "prefixes", "router_edges")
+)
+# Some tests of these derive from what is compiled, and are skipped on the wheel.
+DERIVING_TESTS = ("core/tests/test_decode_counts.py", "core/tests/test_prefill_queue.py")
+COMPILED_TESTS = ("core/tests", "router/tests", *(f"--ignore={path}" for path in PATCHING_TESTS))
 IS_COMPILED = """
 import sys
 import sluice_core.scheduling.engine_table as core
@@ -142,6 +138,7 @@ def main() -> None:
         for folder in UNIT_TESTS:
             counts.add(run_tests([*ON_ALL_CORES, folder], limit_s=UNIT_TESTS_LIMIT_S))
         counts.add(run_tests([*ON_ALL_CORES, *COMPILED_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
+        counts.add(run_tests([*ON_ALL_CORES, *PATCHING_TESTS, *DERIVING_TESTS], limit_s=UNIT_TESTS_LIMIT_S))
         # Processes of their own: the engines' tests fork, which is unsafe in a process that has used gRPC.
         counts.add(run_tests([*ENGINE_TESTS], limit_s=ENGINE_TESTS_LIMIT_S))
         for folder in CLUSTER_TESTS:
