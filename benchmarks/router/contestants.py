@@ -177,29 +177,34 @@ http {{
 
 
 @dataclass(frozen=True, slots=True)
-class VllmRouter:
-    """vllm-router, round robin."""
+class RustRouter:
+    """vllm-router, or SGLang's router, which it was made from; round robin.
 
-    program: Path
-    name: str = "vllm-router"
+    Args:
+        name: Its distribution.
+        command: Program and arguments that start it alone.
+    """
+
+    name: str
+    command: tuple[str | Path, ...]
     backend: Backend = "http"
     is_router: bool = True
 
     def version(self) -> str:
         """Reads the version that ``peers.py`` installed."""
-        return peers.VLLM_ROUTER_VERSION
+        return peers.VERSIONS[self.name]
 
     @contextmanager
     def run(self, site: Site) -> Iterator[StartedProgram | None]:
         """Runs it."""
         command: list[str | Path] = [
-            *(self.program, "--host", "127.0.0.1", "--port", str(site.port)),
+            *(*self.command, "--host", "127.0.0.1", "--port", str(site.port)),
             *("--worker-urls", *(f"http://{address}" for address in site.engine_addresses())),
             *("--policy", "round_robin", "--log-level", "error"),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(site.port + 1)),
             *("--max-concurrent-requests", "20000", "--worker-startup-check-interval", "1"),
         ]
-        with run_program(command, core=site.core, log=site.folder / "vllm-router.log") as program:
+        with run_program(command, core=site.core, log=site.folder / f"{self.name}.log") as program:
             program.wait_until(lambda: answers(site.port, "/v1/models"), timeout_s=START_TIMEOUT_S)
             yield program
 

@@ -279,6 +279,10 @@ static void take_request(struct connection *connection) {
   size_t available = in->end - in->begin;
   char *end = available ? memmem(head, available, "\r\n\r\n", 4) : NULL;
   if (!end) return;
+  if (!strncmp(head, "PRI ", 4)) { /* HTTP/2, which a router may try first, is not spoken here */
+    close_connection(connection);
+    return;
+  }
   size_t head_size = (size_t)(end + 4 - head);
   const char *length = header_value(head, head_size, "content-length");
   if (header_value(head, head_size, "transfer-encoding")) die("chunked request bodies are not spoken here");

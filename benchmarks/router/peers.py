@@ -1,4 +1,4 @@
-"""Installs the peers: vllm-router into an environment of its own, nginx as the distribution's package."""
+"""Installs the peers: vllm-router and SGLang's into environments of their own, nginx as the distribution's package."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import c_programs
 
-VLLM_ROUTER_VERSION = "0.1.17"
-ENVIRONMENT = c_programs.BUILD / "peers"
+# Both are programs in Rust that PyPI distributes; SGLang's, the model gateway, is the older.
+VERSIONS = {"vllm-router": "0.1.17", "sglang-router": "0.3.2"}
 INSTALL_TIMEOUT_S = 600
 NGINX_PLACES = ("/usr/sbin/nginx", "/usr/local/sbin/nginx")
 
@@ -20,24 +20,29 @@ class PeerMissingError(RuntimeError):
     """A peer is not installed and cannot be."""
 
 
-def install_vllm_router() -> Path:
-    """Installs vllm-router, unless the right version is installed.
+def install(name: str, program: str) -> Path:
+    """Installs a peer from PyPI, unless the right version is installed.
+
+    Args:
+        name: Its distribution.
+        program: Its program.
 
     Returns:
-        The program.
+        The program's path.
 
     Raises:
         PeerMissingError: The installation failed; the message has the end of its output.
     """
-    program, stamp = ENVIRONMENT / "bin" / "vllm-router", ENVIRONMENT / "vllm-router.version"
-    if program.is_file() and stamp.is_file() and stamp.read_text() == VLLM_ROUTER_VERSION:
-        return program
-    print(f"installing vllm-router {VLLM_ROUTER_VERSION} into {ENVIRONMENT}", flush=True)
-    _install([sys.executable, "-m", "venv", "--clear", str(ENVIRONMENT)])
-    pip = [str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    _install([*pip, f"vllm-router=={VLLM_ROUTER_VERSION}"])
-    stamp.write_text(VLLM_ROUTER_VERSION)
-    return program
+    environment = c_programs.BUILD / "peers" / name
+    path, stamp = environment / "bin" / program, environment / "version"
+    if path.is_file() and stamp.is_file() and stamp.read_text() == VERSIONS[name]:
+        return path
+    print(f"installing {name} {VERSIONS[name]} into {environment}", flush=True)
+    _install([sys.executable, "-m", "venv", "--clear", str(environment)])
+    pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    _install([*pip, f"{name}=={VERSIONS[name]}"])
+    stamp.write_text(VERSIONS[name])
+    return path
 
 
 def install_nginx() -> Path:

@@ -1,4 +1,4 @@
-"""Compares Sluice's router with vllm-router and nginx: one run, interleaved, several repeats, one table of ratios.
+"""Compares Sluice's router with vllm-router, SGLang's and nginx, in turn, with one table of ratios.
 
     .venv/bin/python benchmarks/router/run.py [--seconds S] [--streams N] [--repeats N] [--json PATH] [--peers LIST]
 
@@ -20,10 +20,13 @@ import machine_usage
 import peers
 import report
 import trial
-from contestants import Contestant, Nginx, NoRouter, Site, Sluice, VllmRouter
+from contestants import Contestant, Nginx, NoRouter, RustRouter, Site, Sluice
 from load_generator import TrafficWorkload
 from started_programs import ProgramStartError
 
+# How each peer of PyPI is started: its program and first arguments.
+RUST_ROUTERS = {"vllm-router": ("vllm-router",), "sglang-router": ("smg", "launch")}
+PEERS = (*RUST_ROUTERS, "nginx")
 NOTE = """\
 How to read it: sluice tokenizes each prompt, detokenizes each token and places each request by its SLO, over one
 gRPC stream per engine; the proxies pass bytes. Text work off: {text_off}
@@ -50,11 +53,12 @@ def choose_contestants(names: list[str], strategy: str) -> tuple[list[Contestant
         chosen.append(Sluice(strategy=strategy))
         if contestants.RAW_PIECES_ARGUMENTS:
             chosen.append(Sluice(strategy=strategy, is_text_off=True))
-    try:
-        if "vllm-router" in names:
-            chosen.append(VllmRouter(peers.install_vllm_router()))
-    except peers.PeerMissingError as error:
-        skipped.append(f"vllm-router is left out: {error}")
+    for name, (program, *arguments) in RUST_ROUTERS.items():
+        try:
+            if name in names:
+                chosen.append(RustRouter(name, (peers.install(name, program), *arguments)))
+        except peers.PeerMissingError as error:
+            skipped.append(f"{name} is left out: {error}")
     try:
         if "nginx" in names:
             chosen.append(Nginx(peers.install_nginx()))
@@ -173,7 +177,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=c_programs.BUILD / "router.json", help="result file")
     parser.add_argument(
         "--peers",
-        default="sluice,vllm-router,nginx",
+        default=",".join(("sluice", *PEERS)),
         help="routers to run, with commas (default %(default)s); the first peer is the reference",
     )
     parser.add_argument("--slow-percent", type=float, default=0.0, help="clients that stall")
@@ -187,7 +191,7 @@ def parse_options() -> argparse.Namespace:
     )
     add_common_options(parser)
     options = parser.parse_args()
-    unknown = set(options.peers.split(",")) - {"sluice", "vllm-router", "nginx"}
+    unknown = set(options.peers.split(",")) - {"sluice", *PEERS}
     if unknown or options.repeats < 1:
         parser.error(f"unknown peers {sorted(unknown)}" if unknown else "--repeats is at least 1")
     return options
@@ -233,9 +237,11 @@ def main() -> int:
     options = parse_options()
     workload = make_workload(options)
     field, skipped = choose_contestants(options.peers.split(","), options.strategy)
+    if not field:
+        sys.exit("\n".join(skipped))
     load = c_programs.build("load")
     versions = {contestant.name: contestant.version() for contestant in field}
-    reference = next((item.name for item in field if item.name in {"vllm-router", "nginx"}), "sluice")
+    reference = next((item.name for item in field if item.name in PEERS), "sluice")
     with (
         tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder,
         trial.make_files(options.model, options.tokens) as files,
