@@ -1,0 +1,160 @@
+"""The sums that a simulated cluster keeps, against the same counted anew, many times during crowded drawn runs."""
+
+import pytest
+from test_drawn_runs import CROWDED, DRAWN, draw_run
+from test_simulation import make_engines
+
+from sluice_core.scheduling.engine_policy import RequestKind
+from sluice_core.scheduling.engine_state import EngineLoad
+from sluice_core.sim.engine.gap_histogram import GapHistogram
+from sluice_core.sim.engine.prefix_cache import list_prompt_keys
+from sluice_core.sim.engine.sim_engine import SimEngine
+from sluice_core.sim.requests import RequestState
+from sluice_core.sim.simulation import Simulation, Steering
+from sluice_core.strategies import get_strategy
+from sluice_core.strategy_parameters import StrategyParameters
+
+CHECK_EVERY_S = 0.071
+QUEUED, DECODING, MOVING, PARKED = RequestState.QUEUED, RequestState.DECODING, RequestState.MOVING, RequestState.PARKED
+
+
+def check_queue(engine, queued):
+    """Prefills, by what each has computed; one whose last chunk is under way is no longer queued."""
+    prefills, batch = engine.prefills, engine.prefills.batch
+    waiting = [request for request in queued if request.num_computed_tokens < request.prefill_tokens]
+    assert prefills.num_queued == len(waiting)
+    assert prefills.queued_tokens == sum(each.prefill_tokens - each.num_computed_tokens for each in waiting)
+    assert prefills.queued_work2 == sum(each.prefill_tokens**2 - each.num_computed_tokens**2 for each in waiting)
+    kinds = [request.kind for request in waiting]
+    assert batch.num_new_prompts == kinds.count(RequestKind.NEW_PROMPT)
+    assert batch.num_started_prefills == kinds.count(RequestKind.STARTED_PREFILL)
+    assert batch.num_recomputing == kinds.count(RequestKind.RECOMPUTE) + kinds.count(RequestKind.RECOVERY)
+    if prefills.freed is not None:
+        assert prefills.freed.is_needed
+
+
+def count_generated(engine, request):
+    return engine.batch.iteration - request.start_iteration
+
+
+def check_decodes(engine, decoding):
+    batch, block_size = engine.batch, engine.setup.block_size_tokens
+    assert {request.index for request in batch.list_requests()} == {request.index for request in decoding}
+    running = [request for request in decoding if request not in batch.paused]
+    contexts = [request.prompt_tokens + count_generated(engine, request) for request in running]
+    assert batch.num_decodes == len(running)
+    assert batch.context_tokens == sum(contexts)
+    assert batch.count_growth_blocks() == sum((tokens - 1) % block_size == 0 for tokens in contexts)
+    assert all(0 < count_generated(engine, request) < request.output_tokens for request in decoding)
+    assert len(batch.decodes) == len(decoding)
+
+
+def count_decode_blocks(engine, decoding):
+    """Blocks of the KV that each has, with that of the iteration under way."""
+    total = 0
+    for request in decoding:
+        tokens = request.prompt_tokens + count_generated(engine, request) - 1
+        is_in_iteration = engine.is_running and not engine.withholds_decodes and request not in engine.batch.paused
+        total += -(-(tokens + is_in_iteration) // engine.setup.block_size_tokens)
+    return total
+
+
+def check_blocks(engine, on_way, requests, queued, decoding):
+    """Every block belongs to a request; granted and pinned ones to requests on their way, where nothing is ahead."""
+    held = count_decode_blocks(engine, decoding)
+    held += sum(request.num_blocks for request in [*queued, *engine.arrived])
+    assert engine.used_blocks == held + engine.pinned_blocks
+    assert engine.free_blocks == engine.setup.kv_blocks_total - engine.used_blocks - engine.granted_blocks >= 0
+    if engine.schedules_ahead:
+        return
+    name = engine.engine_id
+    kept = [request.part_blocks for request in requests if request.planned_target == name and request.part_blocks]
+    coming = [request.num_blocks for request in on_way if request.target == name and not request.part_tokens]
+    leaving = [request.num_blocks for request in on_way if request.source == name]
+    leaving += [request.num_blocks for request in requests if request.state is PARKED and request.source == name]
+    assert engine.num_incoming == len(coming) + len(engine.arrived) + len(kept)
+    assert engine.granted_blocks == sum(coming) + sum(kept)
+    assert engine.pinned_blocks == sum(leaving)
+
+
+def check_counters(engine, queued):
+    """Tokens of prefills are completed, lost, or of a prefill under way; those of the iteration count at its end."""
+    counters = engine.counters
+    begun = sum(request.num_computed_tokens - request.num_cached_tokens for request in queued)
+    begun -= engine.prefills.num_tokens if engine.is_running else 0
+    begun -= engine.prefills.count_suspended_tokens()
+    assert (
+        counters.num_prefill_tokens == counters.num_completed_prefill_tokens + counters.num_lost_prefill_tokens + begun
+    )
+    assert counters.peak_blocks <= engine.setup.kv_blocks_total
+
+
+def check(simulation):
+    requests = simulation.requests[: simulation.num_arrived]
+    num_output_tokens = sum(request.generated_tokens for request in requests if request.state is not DECODING)
+    arrived = {request.index for engine in simulation.list_engines() for request in engine.arrived}
+    on_way = [request for request in requests if request.state is MOVING and request.index not in arrived]
+    for engine in simulation.list_engines():
+        on_engine = [request for request in requests if request.target == engine.engine_id]
+        queued = [request for request in on_engine if request.state is QUEUED]
+        decoding = [request for request in on_engine if request.state is DECODING]
+        num_output_tokens += sum(count_generated(engine, request) for request in decoding)
+        check_queue(engine, queued)
+        check_decodes(engine, decoding)
+        check_counters(engine, queued)
+        if engine.cache is None:
+            check_blocks(engine, on_way, requests, queued, decoding)
+        else:
+            engine.cache.check()
+    engines = simulation.engines
+    assert sum(engine.counters.num_output_tokens for engine in engines) == num_output_tokens
+    assert sum(engine.counters.num_preemptions for engine in engines) == sum(each.num_preemptions for each in requests)
+    assert sum(simulation.num_moves.values()) == sum(request.num_moves for request in requests)
+
+
+@pytest.mark.parametrize("name", [f"{CROWDED}{name}/{number}" for name in DRAWN for number in range(3)])
+def test_every_sum_is_that_of_its_parts_at_any_time(name):
+    cell, arrivals = draw_run(name)
+    times_s = []
+
+    def steer(simulation):
+        times_s.append(simulation.now)
+        check(simulation)
+        return ()
+
+    simulation = Simulation(cell, arrivals, steering=Steering(interval_s=CHECK_EVERY_S, steer=steer))
+    assert simulation.run()
+    assert len(times_s) > 20
+    assert [request.index for request in simulation.requests if request.is_leaving] == []
+
+
+def test_an_engine_begins_with_nothing():
+    policy = get_strategy("taichi").make_engine(StrategyParameters())
+    (setup,) = make_engines(((1, 64),), blocks=7)
+    changed = []
+    engine = SimEngine(setup, policy, GapHistogram(), changed)
+    assert changed == [setup.engine_id]  # it reports itself
+    counters = engine.counters
+    assert counters.busy_s == counters.kv_block_seconds == counters.blocking_s == 0.0
+    assert counters.num_iterations == counters.num_interrupts == counters.num_preemptions == counters.peak_blocks == 0
+    assert counters.num_output_tokens == counters.num_prefill_tokens == 0
+    assert counters.num_completed_prefill_tokens == counters.num_lost_prefill_tokens == 0
+    assert not (engine.has_freed_blocks or engine.is_running or engine.is_dead or engine.is_draining)
+    assert engine.report_load(3.0) == EngineLoad(
+        kv_blocks_total=7, pull_bytes_per_s=setup.link.speed.bytes_per_s, last_submit_number=0
+    )
+    engine.check_idle()
+
+
+@pytest.mark.parametrize(("hash_block_tokens", "block_size"), [(48, 16), (16, 16), (20, 16), (50, 16)])
+def test_a_block_is_known_by_the_hash_of_its_last_token_and_its_place(hash_block_tokens, block_size):
+    hashes = tuple(range(101, 101 + -(-300 // hash_block_tokens)))
+    keys = list_prompt_keys(hashes, 300 // block_size, block_size, hash_block_tokens)
+    assert len(set(keys)) == len(keys) == 18
+    last_tokens = [position * block_size + block_size - 1 for position in range(18)]
+    found = [hashes[token // hash_block_tokens] for token in last_tokens]
+    assert [divmod(key, 1 << 24) for key in keys] == [(other, place) for place, other in enumerate(found)]
+
+
+def test_a_prompt_without_hashes_has_no_keys():
+    assert list_prompt_keys((), 3, 16, 48) == []
