@@ -139,7 +139,7 @@ def test_an_engine_begins_with_nothing():
     assert counters.num_iterations == counters.num_interrupts == counters.num_preemptions == counters.peak_blocks == 0
     assert counters.num_output_tokens == counters.num_prefill_tokens == 0
     assert counters.num_completed_prefill_tokens == counters.num_lost_prefill_tokens == 0
-    assert not (engine.has_freed_blocks or engine.is_running or engine.is_dead or engine.is_draining)
+    assert not any((engine.has_freed_blocks, engine.is_running, engine.is_dead, engine.is_draining))
     assert engine.report_load(3.0) == EngineLoad(
         kv_blocks_total=7, pull_bytes_per_s=setup.link.speed.bytes_per_s, last_submit_number=0
     )
