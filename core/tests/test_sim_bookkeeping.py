@@ -1,15 +1,20 @@
 """The sums that a simulated cluster keeps, against the same counted anew, many times during crowded drawn runs."""
 
+import random
+from copy import copy
+
 import pytest
 from test_drawn_runs import CROWDED, DRAWN, draw_run
-from test_simulation import make_engines
+from test_simulation import STRATEGIES, make_arrivals, make_engines
 
+from sluice_core.records import Role
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.prefix_cache import list_prompt_keys
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.requests import RequestState
+from sluice_core.sim.sim_setup import Cell, ConfigureEvent, NoGrant, SimOptions
 from sluice_core.sim.simulation import Simulation, Steering
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
@@ -89,6 +94,19 @@ def check_counters(engine, queued):
     assert counters.peak_blocks <= engine.setup.kv_blocks_total
 
 
+def check_report(simulation, engine):
+    """What routers were told last is how it is, unless the engine has noted that it has changed."""
+    if engine.is_reported and not simulation.cell.options.report_s and len(simulation.routers.routers) == 1:
+        told = copy(simulation.table.peek(engine.engine_id).load)
+        now = engine.report_load(simulation.now)
+        told.iteration_remaining_s, told.prefill_phase_s, told.saved_tpot_s = (
+            now.iteration_remaining_s,
+            now.prefill_phase_s,
+            now.saved_tpot_s,
+        )
+        assert told == now
+
+
 def check(simulation):
     requests = simulation.requests[: simulation.num_arrived]
     num_output_tokens = sum(request.generated_tokens for request in requests if request.state is not DECODING)
@@ -102,6 +120,7 @@ def check(simulation):
         check_queue(engine, queued)
         check_decodes(engine, decoding)
         check_counters(engine, queued)
+        check_report(simulation, engine)
         if engine.cache is None:
             check_blocks(engine, on_way, requests, queued, decoding)
         else:
@@ -126,6 +145,35 @@ def test_every_sum_is_that_of_its_parts_at_any_time(name):
     assert simulation.run()
     assert len(times_s) > 20
     assert [request.index for request in simulation.requests if request.is_leaving] == []
+
+
+@pytest.mark.parametrize("no_grant", NoGrant)
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_hold_while_finished_prefills_wait_and_their_engine_becomes_a_decode_engine(no_grant, seed):
+    """Those that wait for room elsewhere stay then; checked several times an iteration."""
+    strategy, shape = STRATEGIES["disaggregated"]
+    engines = make_engines(shape, blocks=40)
+    first, second = (engine.engine_id for engine in engines[:2])
+    events = [
+        ConfigureEvent(at_s=at_s, engine_id=engine_id, role=role, chunk_size_tokens=chunk)
+        for at_s, engine_id, role, chunk in (
+            (0.7, first, Role.DECODE_HEAVY, 128),
+            (1.6, first, Role.PREFILL_HEAVY, 2048),
+            (1.6, second, Role.DECODE_HEAVY, 128),
+            (2.4, second, Role.PREFILL_HEAVY, 2048),
+        )
+    ]
+    cell = Cell(engines=engines, strategy=strategy, options=SimOptions(no_grant=no_grant), events=events, seed=seed)
+    arrivals = make_arrivals(random.Random(seed), number=60, rate=25.0)
+    num_waiting = []
+
+    def steer(simulation):
+        check(simulation)
+        num_waiting.append(sum(request.state is PARKED for request in simulation.requests))
+        return ()
+
+    assert Simulation(cell, arrivals, steering=Steering(interval_s=0.0071, steer=steer)).run()
+    assert max(num_waiting) > 0
 
 
 def test_an_engine_begins_with_nothing():
