@@ -219,6 +219,19 @@ def test_a_decode_that_goes_at_once_gives_the_block_back_that_it_was_to_grow_int
     ahead.run()
 
 
+@pytest.mark.parametrize(("num_free", "tokens"), [(4, 8), (5, 24), (6, 40)])
+def test_a_prefill_computes_what_its_blocks_hold_when_one_before_it_has_taken_the_others(num_free, tokens):
+    """40 tokens of 160 are left, eight of them in its last block; who recomputes 64 tokens goes first."""
+    ahead = Ahead(8 + num_free, 120, (160, 2), (64, 2))
+    ahead.submit(0)
+    assert ahead.step() == (0, 120)
+    ahead.engine.submit(ahead.requests[1], RequestKind.RECOMPUTE)
+    assert ahead.step() == (0, 64 + tokens)
+    assert ahead.requests[0].num_blocks == 8 + num_free - 4
+    ahead.run()
+    assert ahead.engine.counters.num_output_tokens == 4
+
+
 def test_an_overdraft_is_covered_by_the_next_freed_blocks():
     freed = FreedBlocks(-3)
     freed.free_preempted(7, 4, 4)

@@ -5,7 +5,7 @@ from copy import copy
 
 import pytest
 from test_drawn_runs import CROWDED, DRAWN, draw_run
-from test_simulation import STRATEGIES, make_arrivals, make_engines
+from test_simulation import SLO, STRATEGIES, make_arrivals, make_engines
 
 from sluice_core.records import Role
 from sluice_core.scheduling.engine_policy import RequestKind
@@ -13,8 +13,8 @@ from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.prefix_cache import list_prompt_keys
 from sluice_core.sim.engine.sim_engine import SimEngine
-from sluice_core.sim.requests import RequestState
-from sluice_core.sim.sim_setup import Cell, ConfigureEvent, NoGrant, SimOptions
+from sluice_core.sim.requests import RequestState, SimRequest
+from sluice_core.sim.sim_setup import Arrival, Cell, ConfigureEvent, NoGrant, SimOptions
 from sluice_core.sim.simulation import Simulation, Steering
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
@@ -149,20 +149,21 @@ def test_every_sum_is_that_of_its_parts_at_any_time(name):
 
 @pytest.mark.parametrize("no_grant", NoGrant)
 @pytest.mark.parametrize("seed", range(3))
-def test_sums_hold_while_finished_prefills_wait_and_their_engine_becomes_a_decode_engine(no_grant, seed):
+def test_sums_hold_while_finished_prefills_wait_and_roles_change(no_grant, seed):
     """Those that wait for room elsewhere stay then; checked several times an iteration."""
     strategy, shape = STRATEGIES["disaggregated"]
     engines = make_engines(shape, blocks=40)
-    first, second = (engine.engine_id for engine in engines[:2])
-    events = [
-        ConfigureEvent(at_s=at_s, engine_id=engine_id, role=role, chunk_size_tokens=chunk)
-        for at_s, engine_id, role, chunk in (
-            (0.7, first, Role.DECODE_HEAVY, 128),
-            (1.6, first, Role.PREFILL_HEAVY, 2048),
-            (1.6, second, Role.DECODE_HEAVY, 128),
-            (2.4, second, Role.PREFILL_HEAVY, 2048),
-        )
-    ]
+    prefill, other, *decode = (engine.engine_id for engine in engines)
+    events = []
+    for at_s, changed in ((0.7, [prefill]), (1.6, decode), (2.3, [other])):
+        for engine_id in changed:
+            is_prefill = engine_id in (prefill, other)
+            roles = (Role.DECODE_HEAVY, Role.PREFILL_HEAVY) if is_prefill else (Role.PREFILL_HEAVY, Role.DECODE_HEAVY)
+            sizes = (128, 2048) if is_prefill else (128, 0)
+            events += [
+                ConfigureEvent(at_s=at_s + later_s, engine_id=engine_id, role=role, chunk_size_tokens=size)
+                for later_s, role, size in zip((0.0, 0.4), roles, sizes, strict=True)
+            ]
     cell = Cell(engines=engines, strategy=strategy, options=SimOptions(no_grant=no_grant), events=events, seed=seed)
     arrivals = make_arrivals(random.Random(seed), number=60, rate=25.0)
     num_waiting = []
@@ -192,6 +193,57 @@ def test_an_engine_begins_with_nothing():
         kv_blocks_total=7, pull_bytes_per_s=setup.link.speed.bytes_per_s, last_submit_number=0
     )
     engine.check_idle()
+
+
+def make_request(index, **changes):
+    arrival = Arrival(at_s=0.0, prompt_tokens=40, output_tokens=9, slo=SLO)
+    request = SimRequest(index, arrival)
+    for name, value in changes.items():
+        setattr(request, name, value)
+    return request
+
+
+@pytest.mark.parametrize("hash_block_tokens", [None, 16])
+def test_whatever_changes_a_load_makes_the_engine_report_anew(hash_block_tokens):
+    """Once for each change, however much of the load it touches."""
+    policy = get_strategy("taichi").make_engine(StrategyParameters())
+    (setup,) = make_engines(((1, 64),), blocks=50)
+    changed = []
+    engine = SimEngine(setup, policy, GapHistogram(), changed, hash_block_tokens=hash_block_tokens)
+    first, coming, lost = (
+        make_request(0),
+        *(
+            make_request(index, generated_tokens=1, first_token_s=0.1, num_blocks=3, target=setup.engine_id)
+            for index in (1, 2)
+        ),
+    )
+    cut = make_request(3, split_token=16, part_tokens=16, part_blocks=3)
+    steps = [
+        lambda: engine.submit(first, RequestKind.NEW_PROMPT),
+        lambda: engine.start(1.0),
+        lambda: engine.end(2.0),
+        lambda: engine.hand_off(first.request_id, 2.0),
+        lambda: engine.resume(first),
+        lambda: engine.start(2.0),
+        lambda: engine.end(3.0),
+        lambda: engine.hand_off(first.request_id, 3.0),
+        lambda: engine.release(first.num_blocks, first.num_kv_tokens, first.source_table),
+        lambda: engine.reserve(2),
+        lambda: engine.reserve_more(2),
+        lambda: engine.cancel_grant(4),
+        lambda: engine.reserve(3),
+        *([lambda: engine.begin_pull(coming)] if hash_block_tokens else []),
+        lambda: engine.receive(coming),
+        lambda: engine.reserve(3),
+        lambda: engine.recompute_arrival(lost),
+        *([] if hash_block_tokens else [lambda: engine.reserve(3), lambda: engine.take_part(cut)]),
+        lambda: engine.configure(Role.DECODE_HEAVY, 32, is_draining=False),
+    ]
+    for number, step in enumerate(steps):
+        engine.report_load(9.0)
+        changed.clear()
+        step()
+        assert changed == [setup.engine_id], number
 
 
 @pytest.mark.parametrize(("hash_block_tokens", "block_size"), [(48, 16), (16, 16), (20, 16), (50, 16)])
