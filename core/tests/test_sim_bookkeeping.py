@@ -1,5 +1,6 @@
 """The sums that a simulated cluster keeps, against the same counted anew, many times during crowded drawn runs."""
 
+import math
 import random
 from copy import copy
 
@@ -7,8 +8,8 @@ import pytest
 from test_drawn_runs import CROWDED, DRAWN, draw_run
 from test_simulation import SLO, STRATEGIES, make_arrivals, make_engines
 
-from sluice_core.records import Role
-from sluice_core.scheduling.engine_policy import RequestKind
+from sluice_core.records import Role, Slo
+from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.prefix_cache import list_prompt_keys
@@ -189,10 +190,49 @@ def test_an_engine_begins_with_nothing():
     assert counters.num_output_tokens == counters.num_prefill_tokens == 0
     assert counters.num_completed_prefill_tokens == counters.num_lost_prefill_tokens == 0
     assert not any((engine.has_freed_blocks, engine.is_running, engine.is_dead, engine.is_draining))
+    assert not any((engine.hands_off_prefills, engine.withholds_decodes, engine.schedules_late))
+    assert (
+        engine.finished == engine.prefilled == engine.parted == engine.ending == engine.joined == engine.arrived == []
+    )
+    assert (engine.duration_s, engine.ends_at_s, engine.num_operators, engine.interrupts_at_s) == (
+        0.0,
+        0.0,
+        0,
+        math.inf,
+    )
+    assert (engine.used_blocks, engine.pinned_blocks, engine.granted_blocks, engine.num_incoming) == (0, 0, 0, 0)
+    assert (engine.free_blocks, engine.count_schedulable_blocks(), engine.iteration) == (7, 7, 0)
+    prefills = engine.prefills
+    assert prefills.num_tokens == prefills.num_chunks == prefills.reserved_blocks == prefills.withheld_tokens == 0
+    assert prefills.deferred_blocks == prefills.deferred_cached_blocks == prefills.count_suspended_tokens() == 0
+    assert prefills.returned == prefills.completing == prefills.list_started() == engine.batch.paused == []
+    assert (prefills.may_admit, prefills.resumed, prefills.freed) == (True, None, None)
+    assert prefills.max_started >= 10**9
+    assert prefills.batch == EngineBatch(
+        chunk_size_tokens=64, last_chunk_size_tokens=64, max_batch_tokens=2048, block_size_tokens=16
+    )
     assert engine.report_load(3.0) == EngineLoad(
         kv_blocks_total=7, pull_bytes_per_s=setup.link.speed.bytes_per_s, last_submit_number=0
     )
     engine.check_idle()
+
+
+def test_a_request_begins_with_what_arrived_and_nothing_else():
+    slo = Slo(ttft_s=0.3, tpot_s=0.02)
+    arrival = Arrival(at_s=5.0, prompt_tokens=40, output_tokens=9, slo=slo, priority=3, block_hashes=(8,))
+    request = SimRequest(7, arrival)
+    assert (request.index, request.request_id, request.arrival_s, request.priority) == (7, "7", 5.0, 3)
+    assert (request.prompt_tokens, request.output_tokens, request.block_hashes) == (40, 9, (8,))
+    assert (request.slo, request.ttft_slo_s, request.tpot_slo_s) == (slo, 0.3, 0.02)
+    assert (request.state, request.kind) == (RequestState.WAITING, RequestKind.NEW_PROMPT)
+    assert (request.first_token_s, request.last_token_s, request.held_since_s) == (-1.0, -1.0, 0.0)
+    assert request.num_computed_tokens == request.num_cached_tokens == request.prefill_tokens == request.num_blocks == 0
+    assert request.generated_tokens == request.reset_tokens == request.start_iteration == request.batch_epoch == 0
+    assert request.batch_number == request.num_moves == request.num_preemptions == 0
+    assert request.split_token == request.part_tokens == request.sent_tokens == request.part_blocks == 0
+    assert not any((request.is_leaving, request.is_moved_in, request.has_missed_ttft, request.is_cut))
+    assert (request.table, request.source_table, request.source, request.target) == (None,) * 4
+    assert (request.planned_target, request.order, request.split_tokens) == (None, (0, 0.0, 0), 0)
 
 
 def make_request(index, **changes):
