@@ -219,6 +219,23 @@ def test_a_decode_that_goes_at_once_gives_the_block_back_that_it_was_to_grow_int
     ahead.run()
 
 
+def test_a_decode_that_preempts_itself_ends_the_iteration_for_prefills_behind_it():
+    """One that joins with three full blocks finds no fourth; the prompt that has started waits for one iteration."""
+    ahead = Ahead(8, 34, (30, 20), (65, 1), (48, 3))
+    ahead.submit(0)
+    assert ahead.step() == (0, 30)
+    ahead.submit(1)
+    assert ahead.step() == (1, 33)
+    moved = ahead.requests[2]
+    moved.generated_tokens, moved.first_token_s, moved.num_blocks = 1, 1.0, 3
+    ahead.engine.reserve(3)
+    ahead.engine.receive(moved)
+    assert ahead.step() == (1, 0)
+    assert ahead.preemptions == [0, 0, 1]
+    assert ahead.step() == (1, 32)
+    ahead.run()
+
+
 @pytest.mark.parametrize(("num_free", "tokens"), [(4, 8), (5, 24), (6, 40)])
 def test_a_prefill_computes_what_its_blocks_hold_when_one_before_it_has_taken_the_others(num_free, tokens):
     """40 tokens of 160 are left, eight of them in its last block; who recomputes 64 tokens goes first."""
