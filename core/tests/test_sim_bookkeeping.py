@@ -12,11 +12,12 @@ from sluice_core.records import Role, Slo
 from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.sim.engine.gap_histogram import GapHistogram
-from sluice_core.sim.engine.prefix_cache import list_prompt_keys
+from sluice_core.sim.engine.prefix_cache import PrefixCache, list_prompt_keys
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.requests import RequestState, SimRequest
 from sluice_core.sim.sim_setup import Arrival, Cell, ConfigureEvent, NoGrant, SimOptions
 from sluice_core.sim.simulation import Simulation, Steering
+from sluice_core.sim.ttft_deadlines import TtftDeadlines
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
 
@@ -298,3 +299,51 @@ def test_a_block_is_known_by_the_hash_of_its_last_token_and_its_place(hash_block
 
 def test_a_prompt_without_hashes_has_no_keys():
     assert list_prompt_keys((), 3, 16, 48) == []
+
+
+def test_what_enters_and_leaves_a_cache_is_reported_the_hash_0_too_and_answers_not():
+    cache = PrefixCache(5, 16, 16)
+    assert (cache.take_changes().stored, cache.take_changes().removed) == (set(), set())
+    hashes = (0, 5)
+    keys = list_prompt_keys(hashes, 2, 16, 16)
+    table = cache.open_table(0, 32, hashes, [])
+    cache.extend(table, 32)
+    cache.take(1)
+    cache.cache_filled_blocks(table, 48)  # a block of the answer
+    changes = cache.take_changes()
+    assert (changes.stored, changes.removed) == (set(keys), set())
+    assert cache.release(table) == 3
+    cache.take(3)  # two were empty
+    changes = cache.take_changes()
+    assert (changes.stored, changes.removed) == (set(), set())
+    cache.take(2)
+    changes = cache.take_changes()
+    assert (changes.stored, changes.removed) == (set(), set(keys))
+    cache.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_has_no_first_token_when_ttft_is_over_is_late_once(seed):
+    rng = random.Random(seed)
+    requests = []
+    for index in range(seed):
+        slo = Slo(ttft_s=float(rng.randint(1, 6)), tpot_s=1.0)
+        arrival = Arrival(at_s=float(index // 2), prompt_tokens=1, output_tokens=1, slo=slo)
+        requests.append(SimRequest(index, arrival))
+    deadlines = TtftDeadlines(requests)
+    late, missed = set(), set()
+    for now in range(20):
+        due = {each.index for each in requests if each.arrival_s + each.ttft_slo_s < now} - late
+        opened = [requests[index] for index in due if requests[index].first_token_s < 0.0]
+        opened = [request for request in opened if request.state is not RequestState.REJECTED]
+        late |= due
+        assert deadlines.mark_late(float(now)) == len(opened)
+        missed |= {request.index for request in opened}
+        assert missed == {request.index for request in requests if request.has_missed_ttft}
+        left = [each.arrival_s + each.ttft_slo_s for each in requests if each.index not in late]
+        assert deadlines.next_s == min(left, default=math.inf)
+        for request in rng.sample(requests, min(2, len(requests))):
+            if rng.random() < 0.5:
+                request.first_token_s = 0.0 if rng.random() < 0.5 else now + 0.5
+            elif rng.random() < 0.5:
+                request.state = RequestState.REJECTED
