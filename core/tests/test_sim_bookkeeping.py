@@ -147,6 +147,7 @@ def test_every_sum_is_that_of_its_parts_at_any_time(name):
     assert simulation.run()
     assert len(times_s) > 20
     assert [request.index for request in simulation.requests if request.is_leaving] == []
+    assert simulation._prefixes is None or not simulation._prefixes._keys  # of requests that wait no more
 
 
 @pytest.mark.parametrize("no_grant", NoGrant)

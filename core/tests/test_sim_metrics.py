@@ -334,6 +334,14 @@ def test_goodput_is_a_rate_that_passes_whose_successor_fails():
     assert summarize(simulation) == found.summary
 
 
+@pytest.mark.parametrize(("share", "expected_s"), [(0.0, 0.01), (0.5, 0.01), (0.51, 0.1), (1.0, 0.1)])
+def test_percentiles_of_two_gaps_are_the_one_or_the_other(share, expected_s):
+    histogram = GapHistogram()
+    for gap_s in (0.1, 0.01):
+        histogram.add(gap_s, 1)
+    assert histogram.compute_percentile_s(share) == pytest.approx(expected_s, rel=2e-3)
+
+
 # --- timeline
 
 
