@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -15,13 +16,12 @@ from worker_ports import NAMED_PORTS
 
 from sluice_cli.local_cluster.cluster_directory import ProcessRecord, read_start_time
 from sluice_cli.processes import die_with_parent
-from sluice_cli.processes.child_processes import LaunchSpec, spawn
+from sluice_cli.processes.child_processes import LaunchSpec, full_environment, spawn
 from sluice_cli.processes.fork_spawner import ForkSpawner
 from sluice_cli.processes.ports import PortAllocator, PortError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 PORT, PORTS = NAMED_PORTS[30], NAMED_PORTS[31:41]
 
@@ -41,6 +41,20 @@ async def test_a_child_finds_our_python_first_and_then_what_we_find(
     launch = LaunchSpec(command=(sys.executable, "-c", "import os; print(os.environ['PATH'])"), log=tmp_path / "log")
     assert await (await spawn(launch)).wait() == 0
     assert launch.log.read_text() == f"{os.path.dirname(sys.executable)}:/here:/there\n"  # noqa: PTH120
+
+
+def test_a_childs_environment_is_ours_and_the_launchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python prints is in the log at once, unless the launch says otherwise; nothing hides our Python."""
+    own = os.path.dirname(sys.executable)  # noqa: PTH120
+    for name in list(os.environ):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("KEPT", "1")
+    monkeypatch.setenv("CHANGED", "1")
+    launch = LaunchSpec(command=("x",), environment={"CHANGED": "2", "PATH": "/elsewhere"}, log=Path("log"))
+    path = f"{own}:{os.defpath}"
+    assert full_environment(launch) == {"KEPT": "1", "CHANGED": "2", "PYTHONUNBUFFERED": "1", "PATH": path}
+    quiet = LaunchSpec(command=("x",), environment={"PYTHONUNBUFFERED": ""}, log=Path("log"))
+    assert full_environment(quiet)["PYTHONUNBUFFERED"] == ""
 
 
 async def test_kill_group_takes_along_what_the_child_started(tmp_path: Path) -> None:

@@ -274,6 +274,7 @@ def test_a_cut_at_a_fixed_token_gives_each_engine_its_part():
     rules = DynaServeRules(cuts_prompts=True, is_bound_to_sides=True, fixed_token=500)
     cell = replace(make_cell(blocks=4000), strategy=replace(DYNASERVE, policies=rules))
     simulation = run(cell, make_prompts(30, every_s=0.3))
+    assert simulation.cut_prompts.num_cut == 30
     assert [engine.counters.num_prefill_tokens for engine in simulation.engines] == [30 * 500, 30 * 700]
     assert [engine.counters.num_output_tokens for engine in simulation.engines] == [0, 30 * 20]
 

@@ -15,15 +15,20 @@ from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
+from sluice_core.scheduling.rolling import phase_batching
 from sluice_core.scheduling.rolling.macro_instances import divide_engines
 from sluice_core.scheduling.rolling.phase_batching import PhaseBatching
 from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
 from sluice_core.sim.chrome_trace import Timeline
+from sluice_core.sim.engine.gap_histogram import GapHistogram
+from sluice_core.sim.engine.sim_engine import SimEngine
+from sluice_core.sim.requests import SimRequest
 from sluice_core.sim.sim_setup import AddEngineEvent, Arrival, Cell, ConfigureEvent, FailEvent, SimOptions, TtftEnd
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
+IS_COMPILED = not phase_batching.__file__.endswith(".py")
 A100 = load_model_on_gpu("qwen2.5-14b", "a100-80g", 1).profile
 ECOSERVE = get_strategy("ecoserve")
 NOW = 10.0
@@ -76,6 +81,40 @@ def test_decodes_run_alone_where_no_prefill_can(changes):
     assert not limits.hides(RequestKind.DECODE)
     assert all(limits.hides(kind) for _, kind in KINDS)
     assert limits.returns_new_prompts is ("is_draining" in changes or "chunk_size_tokens" in changes)
+
+
+class AskedPolicy(PhaseBatching):
+    """Keeps when it was asked for an iteration's limits, with how many decodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def limits(self, now, engine):
+        self.asked.append((now, engine.num_decodes))
+        return super().limits(now, engine)
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="a compiled class has no interpreted subclass")
+@pytest.mark.parametrize("schedules_ahead", [False, True])
+def test_an_engine_asks_with_its_time_and_its_decodes_also_where_these_wait(schedules_ahead):
+    policy = AskedPolicy()
+    (setup,) = make_engines(((1, 64),), blocks=50)
+    engine = SimEngine(setup, policy, GapHistogram(), [], schedules_ahead=schedules_ahead)
+    now, seen = NOW, set()
+    for index in range(40):
+        arrival = Arrival(at_s=now, prompt_tokens=30 + index, output_tokens=7, slo=Slo(ttft_s=1.0, tpot_s=1.0))
+        if index % 4 == 0:
+            engine.submit(SimRequest(index, arrival), RequestKind.NEW_PROMPT)
+        policy.asked.clear()
+        num_decodes = engine.batch.num_decodes
+        duration_s = engine.start(now)
+        assert set(policy.asked) <= {(now, num_decodes)}
+        seen |= {(bool(num_decodes), engine.withholds_decodes) for _ in policy.asked}
+        if duration_s > 0.0:
+            now += duration_s
+            engine.end(now)
+    assert seen >= {(True, True), (False, False)}
 
 
 @given(

@@ -201,6 +201,54 @@ def test_blocks_that_just_became_free_may_be_granted_while_a_preempted_request_w
     assert [request.state for request in ahead.requests] == [RequestState.FINISHED] * 3
 
 
+def test_a_decode_that_goes_at_once_gives_the_block_back_that_it_was_to_grow_into():
+    """It joins with three full blocks and takes a fourth, and a prompt lacks two: the fourth, and its third."""
+    ahead = Ahead(9, 33, (65, 1), (48, 3))
+    ahead.submit(0)
+    ahead.step()  # 33 tokens in three blocks
+    ahead.engine.reserve(2)
+    moved = ahead.requests[1]
+    moved.generated_tokens, moved.first_token_s, moved.num_blocks = 1, 1.0, 3
+    ahead.engine.reserve(3)
+    ahead.engine.receive(moved)
+    assert ahead.step() == (0, 32)
+    assert ahead.preemptions == [0, 1]
+    ahead.engine.cancel_grant(2)
+    assert ahead.step() == (0, 49 - 2 * 16)
+    assert (moved.num_cached_tokens, moved.num_blocks) == (32, 4)
+    ahead.run()
+
+
+def test_a_decode_that_preempts_itself_ends_the_iteration_for_prefills_behind_it():
+    """One that joins with three full blocks finds no fourth; the prompt that has started waits for one iteration."""
+    ahead = Ahead(8, 34, (30, 20), (65, 1), (48, 3))
+    ahead.submit(0)
+    assert ahead.step() == (0, 30)
+    ahead.submit(1)
+    assert ahead.step() == (1, 33)
+    moved = ahead.requests[2]
+    moved.generated_tokens, moved.first_token_s, moved.num_blocks = 1, 1.0, 3
+    ahead.engine.reserve(3)
+    ahead.engine.receive(moved)
+    assert ahead.step() == (1, 0)
+    assert ahead.preemptions == [0, 0, 1]
+    assert ahead.step() == (1, 32)
+    ahead.run()
+
+
+@pytest.mark.parametrize(("num_free", "tokens"), [(4, 8), (5, 24), (6, 40)])
+def test_a_prefill_computes_what_its_blocks_hold_when_one_before_it_has_taken_the_others(num_free, tokens):
+    """40 tokens of 160 are left, eight of them in its last block; who recomputes 64 tokens goes first."""
+    ahead = Ahead(8 + num_free, 120, (160, 2), (64, 2))
+    ahead.submit(0)
+    assert ahead.step() == (0, 120)
+    ahead.engine.submit(ahead.requests[1], RequestKind.RECOMPUTE)
+    assert ahead.step() == (0, 64 + tokens)
+    assert ahead.requests[0].num_blocks == 8 + num_free - 4
+    ahead.run()
+    assert ahead.engine.counters.num_output_tokens == 4
+
+
 def test_an_overdraft_is_covered_by_the_next_freed_blocks():
     freed = FreedBlocks(-3)
     freed.free_preempted(7, 4, 4)

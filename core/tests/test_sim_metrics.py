@@ -334,6 +334,14 @@ def test_goodput_is_a_rate_that_passes_whose_successor_fails():
     assert summarize(simulation) == found.summary
 
 
+@pytest.mark.parametrize(("share", "expected_s"), [(0.0, 0.01), (0.5, 0.01), (0.51, 0.1), (1.0, 0.1)])
+def test_percentiles_of_two_gaps_are_the_one_or_the_other(share, expected_s):
+    histogram = GapHistogram()
+    for gap_s in (0.1, 0.01):
+        histogram.add(gap_s, 1)
+    assert histogram.compute_percentile_s(share) == pytest.approx(expected_s, rel=2e-3)
+
+
 # --- timeline
 
 
@@ -355,3 +363,64 @@ def test_the_timeline_is_a_chrome_trace_whose_iterations_do_not_overlap():
     assert sorted(begins) == sorted((e["pid"], e["id"], e["name"]) for e in events if e["ph"] == "e")
     assert sum(pid == 2 for pid, _, _ in begins) == 2 * 60
     assert sum(pid == 3 for pid, _, _ in begins) == sum(simulation.num_moves.values())
+
+
+def test_the_whole_trace_of_one_request_that_moves():
+    """Prefill on one engine, a transfer of 20 tokens, and two decodes on the other."""
+    engines = make_engines(((1, 2048), (1, 0)), blocks=200)
+    cell = Cell(engines=engines, strategy=get_strategy("disaggregated"))
+    arrival = Arrival(at_s=1.0, prompt_tokens=20, output_tokens=3, slo=Slo(ttft_s=9.0, tpot_s=1e-6))
+    timeline = Timeline()
+    simulation = Simulation(cell, [arrival], timeline)
+    assert simulation.run()
+    (request,) = simulation.requests
+    profile, link = engines[0].profile, engines[0].link.speed
+    ends_s = [1.0, 1.0 + profile.estimate_iteration_s(20, 1, 20, 200.0, 0, 0)]
+    ends_s.append(ends_s[-1] + 20 * 196_608 / link.bytes_per_s + link.latency_s)
+    ends_s += [ends_s[-1] + profile.estimate_iteration_s(1, 0, 0, 0.0, 1, 21)]
+    ends_s += [ends_s[-1] + profile.estimate_iteration_s(1, 0, 0, 0.0, 1, 22)]
+    arrives, first, moved, second, last = (pytest.approx(each * 1e6) for each in ends_s)
+    prefill, decode = (engine.engine_id for engine in engines)
+
+    def make_name(pid, name, **track):
+        return {
+            "ph": "M",
+            "pid": pid,
+            **track,
+            "name": f"{'thread' if track else 'process'}_name",
+            "args": {"name": name},
+        }
+
+    def make_iteration(engine_id, ts, name, duration_s, used, decodes, context, prefill_tokens):
+        at = {"pid": 1, "tid": 1 if engine_id == prefill else 2, "ts": ts}
+        args = {
+            "decodes": decodes,
+            "context": context,
+            "prefill_tokens": prefill_tokens,
+            "chunks": prefill_tokens // 20,
+        }
+        return [
+            {"ph": "X", "name": name, "dur": pytest.approx(duration_s * 1e6), "args": args, **at},
+            {"ph": "C", "name": f"{engine_id} decodes", "args": {"decodes": decodes}, **at},
+            {"ph": "C", "name": f"{engine_id} KV blocks", "args": {"used": used}, **at},
+        ]
+
+    def make_span(pid, name, begins, ends, args):
+        at = {"cat": "request", "pid": pid, "tid": 0, "id": 0, "name": name}
+        return [{"ph": "b", "ts": begins, "args": args, **at}, {"ph": "e", "ts": ends, **at}]
+
+    outcome = {"prompt_tokens": 20, "output_tokens": 3, "met": False}
+    assert json.loads("".join(timeline.to_chrome_trace()))["traceEvents"] == [
+        make_name(1, "engines"),
+        make_name(2, "requests"),
+        make_name(3, "KV transfers"),
+        make_name(1, prefill, tid=1),
+        make_name(1, decode, tid=2),
+        *make_iteration(prefill, arrives, "prefill", ends_s[1] - 1.0, 2, 0, 0, 20),
+        *make_iteration(decode, moved, "decode", ends_s[3] - ends_s[2], 2, 1, 21, 0),
+        *make_iteration(decode, second, "decode", ends_s[4] - ends_s[3], 2, 1, 22, 0),
+        *make_span(2, "until first token", arrives, first, outcome),
+        *make_span(2, "decode", first, last, outcome),
+        *make_span(3, "prefill_done", first, moved, {"source": prefill, "target": decode}),
+    ]
+    assert request.num_moves == 1

@@ -22,7 +22,16 @@ from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import MoveCause, Slo
 from sluice_core.sim.engine.prefix_cache import PrefixCache
 from sluice_core.sim.requests import RequestState
-from sluice_core.sim.sim_setup import Arrival, Cell, FailEvent, NoGrant, SimOptions, TransferLink, TtftEnd
+from sluice_core.sim.sim_setup import (
+    AddEngineEvent,
+    Arrival,
+    Cell,
+    FailEvent,
+    NoGrant,
+    SimOptions,
+    TransferLink,
+    TtftEnd,
+)
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
@@ -354,6 +363,19 @@ def test_an_engine_that_dies_is_forgotten_with_what_it_had():
     simulation = run(replace(cell, events=(FailEvent(at_s=2.0, engine_id=holder),)), arrivals)
     assert sum(count_hits(simulation)) == 2 * HASH_BLOCK_TOKENS + 32
     assert [request.state for request in simulation.requests] == [RequestState.FINISHED] * 3
+
+
+def test_what_an_engine_lost_that_died_leaves_out_what_its_prompt_had_found():
+    """The second prompt finds 96 of 480 tokens and computes 64 an iteration, the third of which never ends."""
+    arrivals = [make_prompt(0.0, 1, 2), make_prompt(5.0, *range(1, 11))]
+    first, second = make_engines(((2, 64),))
+    dies_at_s = 5.0 + 2.5 * estimate(64, 1, 64, 64 * 192, 0, 0)
+    events = (AddEngineEvent(at_s=5.01, setup=second), FailEvent(at_s=dies_at_s, engine_id=first.engine_id))
+    simulation = run(replace(make_cell(events=events), engines=[first]), arrivals)
+    assert [request.state for request in simulation.requests] == [RequestState.FINISHED] * 2
+    dead = simulation.engines[0]
+    assert dead.cache.num_hit_tokens == 96
+    assert (dead.counters.num_prefill_tokens, dead.counters.num_lost_prefill_tokens) == (96 + 2 * 64, 2 * 64)
 
 
 @pytest.mark.parametrize("options", [{"prefix_report_s": 1.0}, {"prefix_report_s": -1.0, "hash_block_tokens": 16}])

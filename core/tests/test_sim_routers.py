@@ -135,3 +135,10 @@ def test_a_wrong_model_is_wrong_by_its_factor():
 def test_routers_that_cannot_be_are_refused(make):
     with pytest.raises(ValueError, match=r"positive|at least"):
         make()
+
+
+def test_simulated_routers_keep_no_records_of_their_decisions():
+    """Nobody asks for them, and they would cost a tenth of a run."""
+    cell = make_cell(random.Random(1), "taichi", FOUR, blocks=60)
+    simulation = run(cell, make_arrivals(random.Random(1), rate=8.0))
+    assert [router.policy.take_records(1) for router in simulation.routers.routers] == [[None]] * 4

@@ -233,7 +233,7 @@ class Simulation(ChangingCluster):
     def _assign_held(self, router: SimRouter) -> None:
         """Ask the placement policy about what waits at a router."""
         for request in find_expired(router.held, self.requests, self.now, self.cell.options.wait_limit_s):
-            del router.held[request.request_id]
+            self._take_out(router, request)
             self._reject(request)
         if not router.held:
             return
@@ -245,10 +245,8 @@ class Simulation(ChangingCluster):
         for decision in router.policy.assign(self.now, waiting, router.table):
             if isinstance(decision, Hold):
                 continue
-            del router.held[decision.request_id]
             request = self.requests[int(decision.request_id)]
-            if self._prefixes is not None:
-                self._prefixes.drop(request)
+            self._take_out(router, request)
             if isinstance(decision, Place):
                 engine = self._by_id[decision.engine_id]
                 if decision.route:
@@ -258,6 +256,12 @@ class Simulation(ChangingCluster):
                 self._submit(request, router, engine)
             else:
                 self._reject(request)
+
+    def _take_out(self, router: SimRouter, request: SimRequest) -> None:
+        """Let a request wait no more at its router."""
+        del router.held[request.request_id]
+        if self._prefixes is not None:
+            self._prefixes.drop(request)
 
     def _decide_on_reports(self, router: SimRouter) -> None:
         """Do what a router does on a report besides placing; then wait for the next one that is under way."""

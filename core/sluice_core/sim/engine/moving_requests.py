@@ -61,14 +61,13 @@ class MovingRequests(SchedulerState):
         self.note_change()
 
     def begin_pull(self, request: SimRequest) -> int:
-        """Take the granted blocks, or refer to those that still are here of the request's tokens.
+        """Take the granted blocks, with prefix reuse, or refer to those that still are here of the request's tokens.
 
         Returns:
             Tokens that need not be moved.
         """
         cache = self.cache
-        if cache is None:
-            return 0
+        assert cache is not None
         index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
         found = cache.find_cached_blocks(index, prompt_tokens, hashes, request.num_kv_tokens)
         self.granted_blocks -= len(found)

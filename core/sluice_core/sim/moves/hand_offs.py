@@ -356,7 +356,6 @@ class SimHandOffs:
             self._cluster.num_blocked_moves += 1
             return
         target.reserve(move.num_blocks)
-        move.is_granted = True
         request.state = RequestState.MOVING
         request.target = target.engine_id
         self._send(HandOffStep.SUBMIT, move)
