@@ -493,12 +493,3 @@ def test_a_drain_whose_time_is_over_is_looked_at_again() -> None:
     state: Any = SimpleNamespace(measured_s=0.0, drain_started_s={"e1": world.now, "e2": world.now - 500.0})
     found = world.reconciler._compute_requeue_s(inputs, state, has_pending_measurements=False)
     assert found == DEGRADED_REQUEUE_S
-
-
-def test_an_upgrade_that_waits_for_its_turn_is_woken_and_does_not_ask() -> None:
-    world = World()
-    inputs = replace(find(), waiting_upgrade="an image waits")
-    state: Any = SimpleNamespace(measured_s=0.0, drain_started_s={})
-    for after_s, wake_s in ((0.0, SETTLE_S), (SETTLE_S - 1.0, 1.0), (1.0, None)):
-        world.now += after_s
-        assert world.reconciler._compute_requeue_s(inputs, state, has_pending_measurements=False) == wake_s
