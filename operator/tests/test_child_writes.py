@@ -205,7 +205,7 @@ async def test_each_request_passes_all_interceptors_and_its_answer_comes_back(ca
 
         return pass_on
 
-    kubernetes: Any = InterceptedKubernetes(Server(), make_interceptor(1), make_interceptor(2))  # type: ignore[arg-type]
+    kubernetes: Any = InterceptedKubernetes(Server(), make_interceptor(1), make_interceptor(2))
     method = case.partition(" ")[0]
     assert await getattr(kubernetes, method)(*arguments) == answer
     assert heard == [(1, verb), (2, verb), (method, arguments)]

@@ -162,7 +162,7 @@ def test_routers_are_connected_to_from_their_address_to_their_end() -> None:
         body=make_body(), live={}, pods={}, engines=(), routers=routers, has_monitors=False, has_cert_manager=False
     )
     played = PlayedRouters()
-    found = observe_routers(played, KEY, observed)  # type: ignore[arg-type]
+    found = observe_routers(played, KEY, observed)
     addresses = {"r1": "10.0.0.1", "r4": "10.0.0.4", "r5": "10.0.0.5"}
     assert played.given == [(KEY, addresses, {"r5": "c.n.svc"})]
     assert (found.statuses, set(found.reports)) == (played.known, {"e1"})

@@ -91,7 +91,7 @@ class Link:
             is_error = isinstance(answer, grpc.aio.AioRpcError)
             version = len(self.asked) + 40
             self.answers.put_nowait(
-                answer if is_error else control_pb2.GetStatusResponse(version=version, generation=answer)  # type: ignore[arg-type]
+                answer if is_error else control_pb2.GetStatusResponse(version=version, generation=answer)
             )
             await turn()
 
@@ -207,7 +207,7 @@ async def test_a_router_that_has_a_newer_plan_has_not_refused_ours(
 
 @pytest.mark.parametrize(
     "link",
-    [ControlTls(certificates=SimpleNamespace(current="one"), server_name="c.n.svc")],  # type: ignore[arg-type]
+    [ControlTls(certificates=SimpleNamespace(current="one"), server_name="c.n.svc")],
     indirect=True,
     ids=["tls"],
 )
@@ -242,7 +242,7 @@ async def test_without_tls_no_error_is_one_of_trust(link: Link) -> None:
 
 @pytest.mark.parametrize(
     "link",
-    [ControlTls(certificates=SimpleNamespace(current="one"), server_name="c.n.svc")],  # type: ignore[arg-type]
+    [ControlTls(certificates=SimpleNamespace(current="one"), server_name="c.n.svc")],
     indirect=True,
     ids=["tls"],
 )
@@ -252,7 +252,7 @@ async def test_another_certificate_has_a_channel_of_its_own_on_which_the_plan_is
     link.woken.set()
     await turn()
     assert (link.channels, link.generations) == ([("10.0.0.1:7", "one")], [2]), "the certificate is the same"
-    link.connection._tls.certificates.current = "two"  # type: ignore[union-attr, assignment]
+    link.connection._tls.certificates.current = "two"
     link.woken.set()
     await turn()
     assert link.channels == [("10.0.0.1:7", "one"), ("10.0.0.1:7", "two")]

@@ -47,7 +47,7 @@ def condition(kind: str, status: str = "True", **fields: str) -> dict[str, str]:
 
 BARE = Pod(
     name="p",
-    engine_id="u",  # type: ignore[arg-type]
+    engine_id="u",
     address="",
     role_label="",
     has_deletion_cost=False,

@@ -324,7 +324,7 @@ def test_the_condition_says_the_first_thing_that_matters(
 
 
 def test_what_a_search_needs_is_said_in_the_order_in_which_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    scaler = Scaler(None, enqueue=lambda: None, now=lambda: 0.0)  # type: ignore[arg-type]
+    scaler = Scaler(None, enqueue=lambda: None, now=lambda: 0.0)
     older = control_pb2.GetStatusResponse(classes=[control_pb2.ClassCounters(num_finished=1)])
     cluster = check(replicas=2, prefillHeavy="50%", autoscaling={"mode": "Apply", "maxReplicas": 5})
     made: list[Any] = []

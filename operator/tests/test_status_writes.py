@@ -110,7 +110,7 @@ async def test_a_status_is_of_this_very_object() -> None:
         seen.append((kind, namespace, name, patch["metadata"]))
         return await patch_status(kind, namespace, name, patch)
 
-    writing.kubernetes.patch_status = note  # type: ignore[method-assign]
+    writing.kubernetes.patch_status = note
     await writing.update()
     assert seen == [(CLUSTERS, "default", "tiny", {"uid": writing.body["metadata"]["uid"]})]
 
