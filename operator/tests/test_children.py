@@ -379,6 +379,26 @@ def test_rdma_by_claim() -> None:
     assert spec["containers"][0]["resources"]["claims"] == [{"name": "rdma"}]
 
 
+@pytest.mark.parametrize(
+    "devices", [{"resourceName": "rdma/hca", "resourceCount": 3}, {"resourceClaimTemplateName": "ib"}]
+)
+def test_rdma_s_devices_come_beside_the_user_s_own_resources(devices: dict[str, Any]) -> None:
+    own = {"limits": {"cpu": "4"}, "requests": {"cpu": "2"}, "claims": [{"name": "gpus"}]}
+    network = {"mode": "RDMA", "rdma": {"fabric": "InfiniBand", **devices}}
+    spec = engine_template(network=network, engine={"resources": own})["spec"]
+    counted = {"rdma/hca": "3"} if "resourceName" in devices else {}
+    claimed = [] if counted else [{"name": "rdma"}]
+    assert spec["containers"][0]["resources"] == {
+        "limits": {"cpu": "4", **counted},
+        "requests": {"cpu": "2", **counted},
+        "claims": [{"name": "gpus"}, *claimed],
+    }
+    assert spec["initContainers"][0]["resources"] == (
+        {"limits": counted, "requests": counted} if counted else {"claims": claimed}
+    )
+    assert ("resourceClaims" in spec) == (not counted)
+
+
 # What is in force already.
 
 

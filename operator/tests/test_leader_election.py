@@ -64,6 +64,66 @@ async def test_a_lease_runs_out_by_the_watchers_own_clock() -> None:
     assert (renewed["acquireTime"], renewed["renewTime"]) == ("t615.0", "t616.0")
 
 
+async def test_the_record_says_who_leads_since_when_and_how_often_it_changed_hands() -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    a, b = (make_elector(kubernetes, name, clock) for name in "ab")
+
+    def read() -> dict[str, object]:
+        found: dict[str, object] = kubernetes.find(LEASES, "lease")["spec"]
+        return found
+
+    await a.try_acquire_or_renew()
+    lease = kubernetes.find(LEASES, "lease")
+    assert (lease["apiVersion"], lease["kind"], lease["metadata"]["namespace"]) == (
+        "coordination.k8s.io/v1",
+        "Lease",
+        "default",
+    )
+    first = {"holderIdentity": "a", "leaseDurationSeconds": LEASE_S, "acquireTime": "t100.0", "renewTime": "t100.0"}
+    assert read() == {**first, "leaseTransitions": 0}
+    clock.now = 102.0
+    await a.try_acquire_or_renew()
+    assert read() == {**first, "leaseTransitions": 0, "renewTime": "t102.0"}
+    await a.release()
+    assert (read().get("holderIdentity"), read()["leaseDurationSeconds"]) == (None, 1)
+    for number, (elector, name) in enumerate([(b, "b"), (a, "a")], 1):
+        clock.now += 1.0
+        await elector.try_acquire_or_renew()
+        text = f"t{clock.now}"
+        assert read() == {
+            "holderIdentity": name,
+            "leaseDurationSeconds": LEASE_S,
+            "acquireTime": text,
+            "renewTime": text,
+            "leaseTransitions": number,
+        }
+        await elector.release()
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "waited_s"),
+    [({}, LEASE_S), ({"leaseDurationSeconds": 4}, 4.0), ({"leaseDurationSeconds": 60}, 60.0)],
+)
+async def test_another_ones_lease_runs_out_by_its_own_duration_from_when_its_record_last_changed(
+    duration_s: dict[str, int], waited_s: float
+) -> None:
+    kubernetes, clock = FakeKubernetes(), Clock()
+    elector = make_elector(kubernetes, "b", clock)
+    lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
+    kubernetes.put(
+        {**lease, "metadata": {"name": "lease", "namespace": "default"}, "spec": {"holderIdentity": "a", **duration_s}}
+    )
+    # Whatever says that somebody else is at work begins the wait anew.
+    for changed in ({}, {"renewTime": "x"}, {"leaseTransitions": 7}, {"holderIdentity": "c"}):
+        kubernetes.edit(LEASES, "lease", {"spec": changed})
+        assert not await elector.try_acquire_or_renew()
+        clock.now += waited_s - 0.5
+        assert not await elector.try_acquire_or_renew()
+    clock.now += 0.5
+    assert await elector.try_acquire_or_renew()
+    assert kubernetes.find(LEASES, "lease")["spec"]["leaseTransitions"] == 8
+
+
 async def test_the_fence_closes_before_anybody_else_may_lead() -> None:
     kubernetes, clock = FakeKubernetes(), Clock()
     a, b = (make_elector(kubernetes, name, clock) for name in "ab")

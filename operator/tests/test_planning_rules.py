@@ -232,7 +232,9 @@ def test_models_or_a_spec_that_somebody_edited_are_not_there(text: str) -> None:
 
 def test_what_is_stored_is_written_in_one_order() -> None:
     """Another order would be a write of the ConfigMap."""
-    for text in (write_plan(PLAN), write_switch(HAS_SWITCHED)):
+    hub = {"tokenSecretRef": {"name": "s", "key": "k"}, "endpoint": "https://h", "cacheClaimName": "c"}
+    of_the_hub = ModelSwitch(served=ModelSpec(name="hub", source={"huggingFace": hub}))
+    for text in (write_plan(PLAN), write_switch(HAS_SWITCHED), write_switch(of_the_hub)):
         assert text == json.dumps(json.loads(text), sort_keys=True)
     assert [model["name"] for model in json.loads(write_switch(HAS_SWITCHED))] == ["new", "old"]
     assert json.loads(write_switch(SERVES_NEW)) == [{"name": "new", "source": SOURCE}]

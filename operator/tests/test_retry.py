@@ -77,6 +77,53 @@ async def test_a_request_is_not_repeated_for_ever_nor_where_that_is_vain(errors,
     assert len(world.kubernetes.calls) == num_calls
 
 
+class Halves(random.Random):
+    """Draws the middle, always."""
+
+    def random(self) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("attempts", "pauses_s"),
+    [
+        # Of each attempt: how long it took, and for how long the server asks to wait.
+        ([(0.0, None)] * 3, [0.075, 0.15, 0.3]),
+        ([(0.0, 0.2)] * 3, [0.2, 0.2, 0.3]),
+        ([(0.0, 1.0)] * 3, [1.0, 1.0, 1.0]),
+        ([(0.0, 0.0), (0.0, 1.1)], [0.075]),
+        ([(1.0, None)] * 3, [0.075, 0.15, 0.3]),
+        ([(1.1, None), (0.0, None), (0.0, None)], [0.075, 0.15, 0.3]),
+        ([(1.1, None), (0.0, None), (1.1, None)], [0.075, 0.15]),
+        ([(1.1, None), (1.1, None)], [0.075]),
+    ],
+)
+async def test_each_pause_is_twice_the_last_or_what_the_server_asks_for(
+    attempts: list[tuple[float, float | None]], pauses_s: list[float]
+) -> None:
+    world, slept_s, remaining = World(), [], list(attempts)
+
+    async def sleep(duration_s: float) -> None:
+        slept_s.append(duration_s)
+
+    def fail(_verb: str, _plural: str) -> None:
+        if remaining:
+            took_s, asked_s = remaining.pop(0)
+            world.now += took_s
+            raise BusyError("503", retry_after_s=asked_s)
+
+    world.kubernetes.before = fail
+    retry = Retry(rng=Halves(), now=lambda: world.now, sleep=sleep)
+    kubernetes = InterceptedKubernetes(world.kubernetes, retry)
+    if len(pauses_s) == len(attempts):
+        await kubernetes.list(PODS, "default", {})
+    else:
+        with pytest.raises(BusyError):
+            await kubernetes.list(PODS, "default", {})
+    assert slept_s == pytest.approx(pauses_s)
+    assert remaining == []
+
+
 WRITES = {
     "apply": lambda kubernetes, _: kubernetes.apply(MAP),
     "patch": lambda kubernetes, _: kubernetes.patch(CONFIG_MAPS, "default", "m", {"metadata": {"labels": {"a": "c"}}}),

@@ -340,6 +340,22 @@ async def test_a_model_that_is_worse_goes_back_and_routers_switch_back() -> None
     assert len(labels) == 1
 
 
+async def test_a_model_whose_last_batch_is_worse_goes_back_though_no_engine_of_the_other_one_is_left() -> None:
+    rolling = Rolling()
+    world = rolling.world
+    await world.settle()
+    rolling.old = world.engine_uids
+    (model,) = {pod["metadata"]["labels"][MODEL_LABEL] for pod in world.engines}
+    world.edit(model={"name": "other"})
+    for _ in range(200):
+        await rolling.step((2, 2, 0), (2, 2, 0) if rolling.most_new < 4 else (2, 0, 0))
+    assert world.conditions["Progressing"] == ("False", "RolledBack")
+    routers = world.kubernetes.select(PODS, labels={COMPONENT_LABEL: "router"})
+    for pods in (world.engines, routers):
+        assert {pod["metadata"]["labels"][MODEL_LABEL] for pod in pods} == {model}
+    assert [each.served_name for each in world.plan.served_models] == ["tiny"]
+
+
 async def test_without_traffic_a_roll_waits_for_its_time_and_says_that_nothing_was_measured() -> None:
     rolling = Rolling()
     await rolling.begin()

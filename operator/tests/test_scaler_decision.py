@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from sluice_core.planning.capacity_curve import CapacityCurve
+from sluice_operator.autoscaling import decision
 from sluice_operator.autoscaling.decision import ScalerObservation, ScalerState, decide, restart
 
 CURVE = CapacityCurve(((1, 2.0),))
@@ -267,3 +268,24 @@ def test_another_number_of_engines_begins_its_windows_anew_and_keeps_the_demand(
     state = restart(scaler.state, 777.0)
     assert (state.began_s, state.active_s, state.recommendations, state.replicas) == (777.0, 777.0, (), None)
     assert (state.demand, state.num_arrived) == (scaler.state.demand, scaler.state.num_arrived)
+
+
+def test_of_what_was_wanted_again_and_again_the_first_and_the_last_are_remembered() -> None:
+    def remember(*wanted: tuple[float, int], kept_s: float = 60.0) -> tuple[tuple[float, int], ...]:
+        kept: tuple[tuple[float, int], ...] = ()
+        for at_s, number in wanted:
+            kept = decision._remember(kept, at_s, number, kept_s)
+        return kept
+
+    interval_s = decision.RECORD_INTERVAL_S
+    assert remember((0.0, 3), (1.0, 3), (2.0, 3), (3.0, 3)) == ((0.0, 3), (3.0, 3))
+    # Another number is remembered beside all that came before it.
+    assert remember((0.0, 3), (1.0, 3), (2.0, 4)) == ((0.0, 3), (1.0, 3), (2.0, 4))
+    assert remember((0.0, 3), (1.0, 4), (2.0, 4), (3.0, 4)) == ((0.0, 3), (1.0, 4), (3.0, 4))
+    assert remember((0.0, 3), (1.0, 4), (2.0, 3)) == ((0.0, 3), (1.0, 4), (2.0, 3))
+    # One in every interval stays.
+    assert remember((0.0, 3), (1.0, 3), (interval_s, 3)) == ((0.0, 3), (1.0, 3), (interval_s, 3))
+    assert remember((0.0, 3), (1.0, 3), (interval_s - 0.1, 3)) == ((0.0, 3), (interval_s - 0.1, 3))
+    # What is as old as the window is forgotten.
+    assert remember((0.0, 3), (50.0, 4), (60.0, 4)) == ((50.0, 4), (60.0, 4))
+    assert remember((0.0, 3), (59.9, 4)) == ((0.0, 3), (59.9, 4))

@@ -317,3 +317,9 @@ def test_status_and_other_metadata_of_kubernetes_are_let_through() -> None:
 )
 def test_bounds_may_leave_no_choice(bounds: dict[str, Any]) -> None:
     check_manifest(edit("spec.autotune.bounds", bounds))
+
+
+def test_clients_call_a_model_by_its_served_name_or_else_by_its_own() -> None:
+    source = {"image": {"reference": "i"}}
+    for model, name in (({"name": "org/m"}, "org/m"), ({"name": "org/m", "servedName": "m"}, "m")):
+        assert check_manifest(edit("spec.model", {**model, "source": source})).served_name == name

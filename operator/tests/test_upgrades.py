@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cluster_harness import World
 from fake_kubernetes import make_cluster
+from test_conditions import find
 
 from sluice_operator.api.names import ClusterKey
 from sluice_operator.kubernetes.kinds import CLUSTERS, DEPLOYMENTS, PODS
@@ -323,3 +326,12 @@ async def test_the_next_cluster_upgrades_when_all_pods_of_the_last_one_serve() -
     await run(12)
     assert second in world.enqueued
     assert list_engines("second") == [(NEW, "Running")] * 2
+
+
+def test_an_upgrade_that_waits_for_its_turn_is_woken_and_does_not_ask() -> None:
+    world = World()
+    inputs = replace(find(), waiting_upgrade="an image waits")
+    state: Any = SimpleNamespace(measured_s=0.0, drain_started_s={})
+    for after_s, wake_s in ((0.0, SETTLE_S), (SETTLE_S - 1.0, 1.0), (1.0, None)):
+        world.now += after_s
+        assert world.reconciler._compute_requeue_s(inputs, state, has_pending_measurements=False) == wake_s

@@ -11,7 +11,6 @@ from sluice_operator.api import names
 from sluice_operator.api.condition_types import ConditionType, Reason
 from sluice_operator.api.labels import format_selector, select_component
 from sluice_operator.controller.conditions import (
-    MAX_MESSAGE_CHARACTERS,
     MEASURED_CONDITION,
     Condition,
     decide_conditions,
@@ -65,9 +64,7 @@ def render_status(inputs: StatusInputs, now_text: str) -> Object:
 def render_forbidden_status(body: Object, message: str, now_text: str) -> Object:
     """Renders the status of a cluster that may not be read: as it was, with Degraded."""
     old = body.get("status") or {}
-    condition = Condition(
-        type=ConditionType.DEGRADED, is_true=True, reason=Reason.FORBIDDEN, message=message[:MAX_MESSAGE_CHARACTERS]
-    )
+    condition = Condition(type=ConditionType.DEGRADED, is_true=True, reason=Reason.FORBIDDEN, message=message)
     others = [item for item in old.get("conditions", []) if item["type"] != ConditionType.DEGRADED]
     written = render_condition(condition, old, body["metadata"].get("generation", 0), now_text)
     return {**old, "conditions": [*others, written]}

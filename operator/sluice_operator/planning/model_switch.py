@@ -72,7 +72,8 @@ def decide_switch(
     old = identify_model(switch.replaced)
     served = identify_model(switch.served)
     has_begun = any(switch.find_model(pod) == served and pod.is_ready for pod in routers)
-    if may_return or has_routers(switch, old, routers) or not has_begun:
+    # What the routers are to go back to is never forgotten: its engines may all be away.
+    if may_return or old == wanted or has_routers(switch, old, routers) or not has_begun:
         return switch
     return replace(switch, replaced=None)
 

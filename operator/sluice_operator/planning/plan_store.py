@@ -178,7 +178,7 @@ def _read_switch(text: str) -> ModelSwitch | None:
 
 def write_switch(switch: ModelSwitch) -> str:
     """Writes which models are served, the present one first."""
-    models = [model.model_dump(mode="json", by_alias=True, exclude_defaults=True) for model in switch.models]
+    models = [model.model_dump(by_alias=True, exclude_defaults=True) for model in switch.models]
     return json.dumps(models, sort_keys=True)
 
 

@@ -39,7 +39,7 @@ def compute_rollout_hash(
     for leaf in walk_fields(spec, path=""):
         (owner,), (value,) = leaf.owners, leaf.values
         if leaf.effect in effects and value != leaf.field.default:
-            dumped = owner.model_dump(mode="json", include={leaf.name}, exclude_defaults=True)
+            dumped = owner.model_dump(include={leaf.name}, exclude_defaults=True)
             if dumped:
                 fields[leaf.path] = dumped
     other = {"image": image, **({"control": control_name} if control_name else {})}

@@ -23,7 +23,7 @@ def render_resources(resources: Resources) -> Object:
     rendered: Object = {
         "limits": {name: str(amount) for name, amount in resources.limits.items()},
         "requests": {name: str(amount) for name, amount in resources.requests.items()},
-        "claims": [claim.model_dump(mode="json", by_alias=True, exclude_none=True) for claim in resources.claims],
+        "claims": [claim.model_dump(by_alias=True, exclude_none=True) for claim in resources.claims],
     }
     return {name: value for name, value in rendered.items() if value}
 
@@ -46,7 +46,7 @@ def render_environment(own: Mapping[str, Any], users: Sequence[Object] = ()) -> 
 
 def render_user_variables(fields: PodFields) -> list[Object]:
     """Renders the environment variables that the user adds."""
-    return [variable.model_dump(mode="json", by_alias=True, exclude_none=True) for variable in fields.env]
+    return [variable.model_dump(by_alias=True, exclude_none=True) for variable in fields.env]
 
 
 def render_init_container(container: Object, image: str) -> Object:

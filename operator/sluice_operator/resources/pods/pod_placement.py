@@ -13,7 +13,7 @@ def render_placement(fields: PodFields) -> Object:
     """Renders where a pod runs, without empty parts."""
     placement: Object = {
         "nodeSelector": dict(fields.node_selector),
-        "tolerations": [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in fields.tolerations],
+        "tolerations": [item.model_dump(by_alias=True, exclude_none=True) for item in fields.tolerations],
         "affinity": fields.affinity,
     }
     return {name: value for name, value in placement.items() if value}
