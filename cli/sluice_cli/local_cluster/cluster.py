@@ -101,13 +101,11 @@ class LocalCluster:
             on_status=self._on_status,
             clock=clock,
         )
-        self._report = report
-        self._clock = clock
+        self._report, self._clock = report, clock
         self._stop_margin_s = stop_margin_s
         self._engines: dict[EngineId, ManagedEngine] = {}
         self._routers: dict[str, ManagedRouter] = {}
-        self._plan_s = 0.0
-        self._announced_generation = 0
+        self._plan_s, self._announced_generation = 0.0, 0
         # The engines that the newest plan's roles were counted over.
         self._role_holders: frozenset[EngineId] = frozenset()
         asked_for = self._asked_for()
