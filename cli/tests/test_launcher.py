@@ -16,10 +16,10 @@ from worker_ports import CLUSTER_PORTS, NAMED_PORTS
 
 from sluice_cli.commands.up import up
 from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
-from sluice_cli.local_cluster.desired_processes import make_desired_processes
 from sluice_cli.local_cluster.endpoints import EndpointAllocator, list_ports
 from sluice_cli.local_cluster.launcher import UpOptions, _handle_signals
 from sluice_cli.local_cluster.manifest_watch import apply_edit, describe_effect, find_ignored_fields, follow_manifest
+from sluice_cli.local_cluster.reconcile.desired_processes import make_desired_processes
 from sluice_cli.processes.child_processes import LaunchSpec, spawn
 from sluice_cli.processes.fork_spawner import ENGINE_MODULES, ForkSpawner
 from sluice_cli.processes.ports import PortAllocator, PortError
@@ -175,7 +175,7 @@ def test_an_edit_restarts_what_it_is_about_and_nothing_else(change: dict[str, An
     [
         ({"paused": True}, []),
         ({"maxSurge": 1}, ["spec.rollout.maxSurge"]),
-        ({"maxUnavailable": 2, "gate": {}}, ["spec.rollout.maxUnavailable", "spec.rollout.gate"]),
+        ({"maxUnavailable": 2, "maxSurge": 1, "gate": {}}, ["spec.rollout.maxUnavailable", "spec.rollout.maxSurge"]),
     ],
     ids=["none", "one", "two"],
 )
@@ -246,7 +246,7 @@ async def test_fields_that_only_pods_follow_are_said_at_the_start_and_in_edits(t
         follow_manifest(followed.path, path.read_text(), followed, lambda _: [], followed.lines.append)  # type: ignore[arg-type]
     )
     await followed.wait_for_reads(1)
-    ignored = "(ignored: local engines restart one at a time, whatever is measured)"
+    ignored = "(ignored: local engines restart one at a time)"
     assert followed.lines == [f"m.yaml: spec.rollout.maxSurge {ignored}"]
     content["spec"]["rollout"] = {"maxSurge": 2}
     path.write_text(yaml.safe_dump(content))

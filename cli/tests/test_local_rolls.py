@@ -100,6 +100,67 @@ async def test_an_old_report_counts_for_no_new_process_though_the_router_knew_no
     await running.until(lambda: running.cluster._is_serving("engine-0"))
 
 
+GATED = MANIFEST.replace(
+    "  engine: {",
+    "  rollout: {gate: {durationSeconds: 1, minRequests: 10, timeoutSeconds: 600}}\n  engine: {extraArgs: [--seed=1], ",
+)
+
+
+def list_seeds(running: Running) -> list[str]:
+    """The seed of each engine's command."""
+    engines = running.cluster._engines.values()
+    return [next(part for part in engine.process.launch.command if "--seed" in part) for engine in engines]
+
+
+async def test_a_gated_roll_replaces_the_next_engine_once_requests_met_their_objectives(tmp_path: Path) -> None:
+    async with run_cluster(tmp_path, GATED) as running:
+        running.edit("--seed=1", "--seed=2")
+        await running.until(lambda: "engine-0 serves again" in running.lines)
+        # Nothing ends meanwhile: the verdict waits, and so do the other engines.
+        running.offset_s += 100.0
+        await asyncio.sleep(2.5)
+        assert [seed[-1] for seed in list_seeds(running)] == ["2", "1", "1"]
+        assert running.cluster.status().rollout == "rollout.gate let 0 of 3 engines pass"
+        await running.serve_until(lambda: not running.cluster.status().rollout)
+        assert [seed[-1] for seed in list_seeds(running)] == ["2", "2", "2"]
+    passed = [line for line in running.lines if line.startswith("rollout.gate let")]
+    assert passed == [f"rollout.gate let {number} of 3 engines pass" for number in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("edit", "share", "why"),
+    [
+        ("--seed=2", 0.5, "met their objectives, less than rollout.gate.minAttainment 90%"),
+        ("--seed=2, --refuse", 1.0, "/model: sliding_window is 4096"),
+    ],
+    ids=["worse", "refused"],
+)
+async def test_a_gated_roll_goes_back_by_itself_and_says_why(tmp_path: Path, edit: str, share: float, why: str) -> None:
+    async with run_cluster(tmp_path, GATED) as running:
+        before = running.pids()
+        running.edit("--seed=1", edit)
+        await running.serve_until(lambda: why in running.cluster.status().rollout, share)
+        await running.until(lambda: running.is_ready() and list_seeds(running)[0].endswith("1"))
+        assert {name for name, pid in running.pids().items() if pid != before[name]} == {"engine-0"}
+        # It stays so, also for an engine that comes, until the manifest is edited.
+        running.edit("replicas: 3", "replicas: 4")
+        await running.until(lambda: running.is_ready() and len(running.engines()) == 4)
+        assert [seed[-1] for seed in list_seeds(running)] == ["1"] * 4
+        running.edit(edit, "--seed=3")
+        await running.serve_until(lambda: not running.cluster.status().rollout)
+        assert [seed[-1] for seed in list_seeds(running)] == ["3"] * 4
+    assert sum(why in line and line.startswith("rolled back: ") for line in running.lines) == 1
+
+
+async def test_another_model_is_no_roll(tmp_path: Path) -> None:
+    async with run_cluster(tmp_path, GATED) as running:
+        running.edit("--seed=1", "--seed=2")
+        await running.until(lambda: "engine-0 serves again" in running.lines)
+        running.edit("model: {name: tiny", "model: {name: tiny, servedName: other")
+        await running.until(lambda: running.is_ready() and [seed[-1] for seed in list_seeds(running)] == ["2"] * 3)
+        assert running.cluster.status().rollout == ""
+
+
 LOST, READY = control_pb2.ENGINE_STATE_LOST, control_pb2.ENGINE_STATE_READY
 
 

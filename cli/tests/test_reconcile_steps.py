@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sluice_cli.local_cluster.reconcile_steps import (
+from sluice_cli.local_cluster.reconcile.reconcile_steps import (
     AddEngines,
     AddRouters,
     DesiredProcesses,
@@ -51,6 +51,16 @@ OBSERVED = ObservedProcesses(
         (replace(OBSERVED, routers={"router-0": "r", "router-1": "r"}), DESIRED, RemoveRouter("router-1")),
         (OBSERVED, replace(DESIRED, engine_hash="new"), RestartEngine(A)),
         (replace(OBSERVED, engines={A: "new", B: "e", C: "e"}), replace(DESIRED, engine_hash="new"), RestartEngine(B)),
+        (
+            replace(OBSERVED, engines={A: "new", B: "e", C: "e"}, serving={B, C}),
+            replace(DESIRED, engine_hash="new"),
+            None,
+        ),
+        (
+            replace(OBSERVED, engines={A: "bad", B: "e", C: "e"}, serving={B, C}),
+            replace(DESIRED, engine_hash="new"),
+            RestartEngine(A),
+        ),
         (OBSERVED, replace(DESIRED, engine_hash="new", is_paused=True), None),
         (OBSERVED, replace(DESIRED, engine_hash="new", router_hash="new", is_paused=True), RestartRouter("router-0")),
         (OBSERVED, replace(DESIRED, router_hash="new"), RestartRouter("router-0")),

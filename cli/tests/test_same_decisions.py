@@ -13,9 +13,9 @@ import yaml
 from sluice.v1 import control_pb2
 from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
 from sluice_cli.local_cluster.cluster_plan import ClusterPlan
-from sluice_cli.local_cluster.desired_processes import make_desired_processes
 from sluice_cli.local_cluster.local_autotune import LocalAutotuner
-from sluice_cli.local_cluster.reconcile_steps import (
+from sluice_cli.local_cluster.reconcile.desired_processes import make_desired_processes
+from sluice_cli.local_cluster.reconcile.reconcile_steps import (
     DesiredProcesses,
     ObservedProcesses,
     RemoveEngines,

@@ -1,8 +1,9 @@
 """Autoscaling in Kubernetes: a helm-installed operator chooses how many engines run in real pods, while streams run.
 
 Load takes the cluster from one engine to three and back, and every stream is exact. Then all engines leave, and a
-stream that comes brings one back. Only the user writes the spec. Engines emulate a GPU, so that they serve what a
-search predicts. The tests run in order: each starts from the cluster as the test before left it.
+stream that comes brings one back. Only the user writes the spec. Last, an HPA of Kubernetes does the same by the
+routers' queue. Engines emulate a GPU, so that they serve what a search predicts. The tests run in order: each starts
+from the cluster as the test before left it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from examples.tiny_model import make_tiny_model
 from pod_cluster import MODELS, PodCluster, make_pods_manifest
 from pod_load import keep_asking
 from release import RESTRICTED
+from stand_in_adapter import run_stand_in_adapter
 from steady_load import Shape
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from release import Release
     from testbed.client import Client
+    from testbed.cluster import Testbed
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -61,11 +64,18 @@ def scaled(client: Client, release: Release) -> Iterator[PodCluster]:
 
 
 @pytest.fixture
-def cluster(scaled: PodCluster, release: Release, request: pytest.FixtureRequest) -> Iterator[PodCluster]:
-    """The cluster; the operator has written no field of its spec."""
+def watched(scaled: PodCluster, release: Release, request: pytest.FixtureRequest) -> Iterator[PodCluster]:
+    """The cluster; a test that fails says how it is."""
     yield scaled
     if request.node.stash.get(FAILED, False):
         print(release.describe(), scaled.describe(), sep="\n")
+
+
+@pytest.fixture
+def cluster(watched: PodCluster) -> Iterator[PodCluster]:
+    """The cluster; the operator has written no field of its spec."""
+    scaled = watched
+    yield scaled
     assert scaled.list_spec_writers() <= {"kubectl-client-side-apply", "kubectl-patch"}
     assert scaled.read("slc/tiny")["spec"]["replicas"] == 1
 
@@ -124,6 +134,51 @@ async def test_an_idle_cluster_has_no_engine_until_a_stream_comes(cluster: PodCl
     # The kubelet looks every two seconds whether it is ready.
     await wait(cluster, "the engine counts as ready", serves(cluster, 1))
     await wait(cluster, "no engine is left again", serves(cluster, 0))
+
+
+# As in docs/guides/autoscaling.md, but for its bounds and for how long it waits before engines leave.
+HPA = {
+    "apiVersion": "autoscaling/v2",
+    "kind": "HorizontalPodAutoscaler",
+    "metadata": {"name": "tiny", "namespace": NAMESPACE},
+    "spec": {
+        "scaleTargetRef": {"apiVersion": "sluice.dev/v1alpha1", "kind": "ServingCluster", "name": "tiny"},
+        "minReplicas": 1,
+        "maxReplicas": 3,
+        "behavior": {"scaleDown": {"stabilizationWindowSeconds": 5}},
+        "metrics": [
+            {
+                "type": "External",
+                "external": {
+                    "metric": {
+                        "name": "sluice_requests_waiting",
+                        "selector": {"matchLabels": {"service": "tiny-router-control"}},
+                    },
+                    "target": {"type": "AverageValue", "averageValue": "4"},
+                },
+            }
+        ],
+    },
+}
+
+
+async def test_an_hpa_brings_engines_by_the_routers_queue_and_takes_them_away(
+    watched: PodCluster, testbed: Testbed
+) -> None:
+    cluster = watched
+    await asyncio.to_thread(cluster.edit, autoscaling={"mode": "Disabled"})
+    await wait(cluster, "the manifest's engine", serves(cluster, 1))
+    with run_stand_in_adapter(cluster, testbed.settings.address) as queues:
+        cluster.client.apply(HPA)
+        async with keep_asking(cluster, MUCH):
+            await wait(cluster, "three engines by the queue", serves(cluster, 3))
+        await wait(cluster, "one engine once the queue is empty", serves(cluster, 1))
+        await asyncio.to_thread(cluster.kubectl, "delete", "hpa", "tiny")
+    print(f"what the HPA was told: {queues}")
+    assert max(queues) > 4
+    # It wrote to the scale alone; the operator wrote nothing.
+    writers = cluster.list_spec_writers()
+    assert writers <= {"kubectl-client-side-apply", "kubectl-patch", "kube-controller-manager"}
 
 
 COMMENT = ": waiting for an engine"

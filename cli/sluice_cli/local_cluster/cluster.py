@@ -1,7 +1,7 @@
 """A cluster of local processes that follows its manifest: observe, decide one step, carry it out, and again.
 
 ``LocalCluster`` owns the state, which changes only in synchronous methods. Tasks around it supervise the processes,
-follow the routers, watch start deadlines and reconcile.
+follow the routers, watch what is due and reconcile.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ import itertools
 import time
 from typing import TYPE_CHECKING
 
-from sluice_cli.local_cluster import managed_processes, reconcile_steps
+from sluice_cli.local_cluster import managed_processes
 from sluice_cli.local_cluster.cluster_plan import ClusterPlan
 from sluice_cli.local_cluster.cluster_status import ClusterStatus, make_cluster_status, pick_engine_status
-from sluice_cli.local_cluster.desired_processes import make_desired_processes
 from sluice_cli.local_cluster.endpoints import EndpointAllocator
 from sluice_cli.local_cluster.local_autotune import LocalAutotuner
 from sluice_cli.local_cluster.managed_processes import ManagedEngine, ManagedRouter, list_processes
 from sluice_cli.local_cluster.process_factory import ProcessFactory
+from sluice_cli.local_cluster.reconcile import reconcile_steps
+from sluice_cli.local_cluster.reconcile.desired_processes import make_desired_processes
+from sluice_cli.local_cluster.reconcile.local_roll import LocalRoll
 from sluice_cli.processes.ports import PortError
 from sluice_core.records import EngineId
 from sluice_operator.api import names
 from sluice_operator.autotune.tuner import TunerInputs
+from sluice_operator.planning.gated_roll import RollingEngine
 from sluice_operator.routers.engine_reports import count_loads, has_acknowledged, merge_reports
 
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 
 # Interpreters take seconds to shut down under load.
 STOP_MARGIN_S = 15.0
-START_CHECK_INTERVAL_S = 1.0
+CHECK_INTERVAL_S = 1.0
 
 
 class LocalCluster:
@@ -98,16 +101,16 @@ class LocalCluster:
             on_status=self._on_status,
             clock=clock,
         )
-        self._report = report
-        self._clock = clock
+        self._report, self._clock = report, clock
         self._stop_margin_s = stop_margin_s
         self._engines: dict[EngineId, ManagedEngine] = {}
         self._routers: dict[str, ManagedRouter] = {}
-        self._plan_s = 0.0
-        self._announced_generation = 0
+        self._plan_s, self._announced_generation = 0.0, 0
         # The engines that the newest plan's roles were counted over.
         self._role_holders: frozenset[EngineId] = frozenset()
-        self._compatibility_key = self._desired_state().compatibility_key
+        asked_for = self._asked_for()
+        self._compatibility_key = asked_for.compatibility_key
+        self._roll = LocalRoll(manifest, asked_for.engine_hash, report=report, clock=clock)
         self._changed = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._autotuner = LocalAutotuner(directory, report=report, wake=self._retune, clock=clock, ask=ask)
@@ -124,7 +127,7 @@ class LocalCluster:
         """
         async with self._group:
             reconcile = self._group.create_task(self._reconcile(), name="reconcile")
-            watch = self._group.create_task(self._watch_starts(), name="watch starts")
+            watch = self._group.create_task(self._watch_time(), name="watch time")
             await stop.wait()
             self.phase = "stopping"
             for task in (reconcile, watch):
@@ -136,6 +139,7 @@ class LocalCluster:
         """Follows another manifest: live fields are in force at once, the rest step by step."""
         self.manifest = manifest
         self._publish()
+        self._follow_roll()
         self._notify()
 
     def status(self) -> ClusterStatus:
@@ -148,7 +152,13 @@ class LocalCluster:
             processes=list_processes(self._routers, self._engines),
             statuses={name: router.link.status for name, router in self._routers.items()},
             autotune=self._autotuner.status,
+            rollout=self.rollout,
         )
+
+    @property
+    def rollout(self) -> str:
+        """What the gate says of a roll; empty: there is none."""
+        return self._roll.summary
 
     async def wait_for_change(self) -> None:
         """Waits until something has changed that ``status`` shows."""
@@ -159,6 +169,7 @@ class LocalCluster:
     async def _reconcile(self) -> None:
         while True:
             changed = self._changed  # taken before the observation, so that no change between them is missed
+            self._follow_roll()
             desired = self._desired_state()
             step = reconcile_steps.next_step(self._observe(), desired)
             if step is None:
@@ -167,6 +178,10 @@ class LocalCluster:
                 await self._carry_out(step, desired)
 
     def _desired_state(self) -> reconcile_steps.DesiredProcesses:
+        """What shall run: what the manifest asks for, as far as the gate of a roll lets it."""
+        return self._roll.restrain(self._asked_for())
+
+    def _asked_for(self) -> reconcile_steps.DesiredProcesses:
         spec = self.manifest.spec
         return make_desired_processes(
             spec,
@@ -208,15 +223,15 @@ class LocalCluster:
                 self._report("the model or TLS changes: every router and engine stops, then all start again")
                 await self._stop_all(asyncio.Event())
                 self._compatibility_key = desired.compatibility_key
+                self._roll.begin_anew(self.manifest, self._asked_for().engine_hash)
 
     # Steps.
 
     def _add_engine(self, desired: reconcile_steps.DesiredProcesses) -> None:
         index = next(i for i in itertools.count() if f"engine-{i}" not in self._engines)
         engine_id = EngineId(f"engine-{index}")
-        self._engines[engine_id] = self._factory.start_engine(
-            self.manifest, engine_id, desired.engine_hash, self._group
-        )
+        manifest = self._roll.choose_manifest(self.manifest)
+        self._engines[engine_id] = self._factory.start_engine(manifest, engine_id, desired.engine_hash, self._group)
 
     async def _remove_engines(self, engine_ids: tuple[EngineId, ...]) -> None:
         self._report(f"{', '.join(engine_ids)}: handing requests over, then stopping")
@@ -231,7 +246,8 @@ class LocalCluster:
         self._report(f"{engine_id}: handing requests over, then restarting with its new settings")
         await self._drain((engine_id,), is_leaving=False)
         await self._stop_engine(engine)
-        self._factory.replace_engine(self.manifest, engine, desired.engine_hash, self._group)
+        manifest = self._roll.choose_manifest(self.manifest)
+        self._factory.replace_engine(manifest, engine, desired.engine_hash, self._group)
         self._plan.undrain(engine_id)
         self._publish()
         # One engine at a time: the next is not touched before this one serves. An edit ends the wait.
@@ -390,6 +406,20 @@ class LocalCluster:
         if self.phase != "stopping" and self._choose_role_holders() != self._role_holders:
             self._publish()
 
+    def _follow_roll(self) -> None:
+        engines = [
+            RollingEngine(
+                engine_id=engine_id,
+                restart_hash=engine.spec_hash,
+                is_ready=self._is_serving(engine_id),
+                refusal=engine.process.refusal,
+            )
+            for engine_id, engine in self._engines.items()
+        ]
+        has_reports = bool(self._statuses())
+        if self._roll.follow(self.manifest, self._asked_for().engine_hash, engines, has_reports=has_reports):
+            self._notify()
+
     def _is_drained(self, engine_id: EngineId) -> bool:
         return managed_processes.is_drained(engine_id, self._plan.plan, self._statuses())
 
@@ -418,14 +448,17 @@ class LocalCluster:
         if self.phase == "starting" and self.status().is_ready:
             self.phase = "ready"
         self._autotuner.take(self._statuses())
+        self._roll.take(self._statuses())
         if self.phase != "stopping" and self._autotuner.is_due(self._circumstances):
             self._publish()
         self._follow_role_holders()
         self._notify()
 
-    async def _watch_starts(self) -> None:
+    async def _watch_time(self) -> None:
         while True:
-            await asyncio.sleep(START_CHECK_INTERVAL_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            # A verdict may be due though nothing has changed.
+            self._follow_roll()
             limit_s = self.manifest.spec.engine.startup_timeout_seconds
             for engine_id, engine in self._engines.items():
                 is_late = engine.process.pid is not None and self._clock() - engine.process.started_s > limit_s

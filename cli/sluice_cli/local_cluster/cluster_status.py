@@ -143,6 +143,7 @@ class ClusterStatus:
     engines: tuple[EngineStatusRow, ...]
     classes: tuple[ClassAttainment, ...]
     autotune: AutotuneSummary | None = None
+    rollout: str = ""
 
     @property
     def is_ready(self) -> bool:
@@ -170,6 +171,7 @@ def make_cluster_status(
     processes: Sequence[ProcessRecord],
     statuses: dict[str, control_pb2.GetStatusResponse | None],
     autotune: AutotuneSummary | None = None,
+    rollout: str = "",
 ) -> ClusterStatus:
     """Puts together what the launcher and the routers know.
 
@@ -181,6 +183,7 @@ def make_cluster_status(
         processes: Engines and routers.
         statuses: Answer of each router, by name; None where it does not answer.
         autotune: What the tuner says; None: it is off.
+        rollout: What the gate says of a roll; empty: there is none.
     """
     answers = [status for status in statuses.values() if status]
     return ClusterStatus(
@@ -194,6 +197,7 @@ def make_cluster_status(
         ),
         classes=_sum_classes(answers),
         autotune=autotune,
+        rollout=rollout,
     )
 
 

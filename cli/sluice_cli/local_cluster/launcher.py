@@ -155,9 +155,10 @@ def _handle_signals(stop: asyncio.Event, hurry: asyncio.Event, report: Callable[
 
 
 async def _record_phase(cluster: LocalCluster, directory: ClusterDirectory) -> None:
-    recorded = "starting"
+    recorded = ("starting", "")
     while True:
-        if cluster.phase != recorded:
-            recorded = cluster.phase
-            directory.write_launcher(recorded)
+        found = cluster.phase, cluster.rollout
+        if found != recorded:
+            recorded = found
+            directory.write_launcher(cluster.phase, rollout=cluster.rollout)
         await cluster.wait_for_change()

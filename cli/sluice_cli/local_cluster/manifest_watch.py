@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 SETTLE_MS = 100
 POLL_MS = 1000
 # What only pods follow.
-IGNORED_FIELDS = ("spec.rollout.maxUnavailable", "spec.rollout.maxSurge", "spec.rollout.gate")
-IGNORED = "ignored: local engines restart one at a time, whatever is measured"
+IGNORED_FIELDS = ("spec.rollout.maxUnavailable", "spec.rollout.maxSurge")
+IGNORED = "ignored: local engines restart one at a time"
 
 
 async def follow_manifest(

@@ -33,6 +33,7 @@ async def read_cluster_status(directory: ClusterDirectory) -> ClusterStatus:
         processes=processes,
         statuses={router.name: answer for router, answer in zip(routers, answers, strict=True)},
         autotune=AutotuneSummary(**tuning) if tuning else None,
+        rollout=facts.get("rollout", "") if is_running else "",
     )
 
 

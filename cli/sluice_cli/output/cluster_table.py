@@ -53,7 +53,7 @@ def _describe_router(router: RouterStatusRow) -> str:
 
 
 def _describe_service(status: ClusterStatus) -> str:
-    """Says how well the requests were served, and what the tuner makes of it."""
+    """Says how well the requests were served, and what the gate of a roll and the tuner make of it."""
     attained = "   ".join(
         f"{counters.name}: {counters.num_finished} finished, TTFT {_share(counters.num_met_ttft, counters)},"
         f" TPOT {_share(counters.num_met_tpot, counters)}, both {_share(counters.num_met_both, counters)}"
@@ -62,7 +62,7 @@ def _describe_service(status: ClusterStatus) -> str:
     )
     tuning = _describe_tuning(status.autotune) if status.autotune else ""
     refused = [f"{engine.engine_id}: {engine.last_fault}" for engine in status.engines if engine.state == "refused"]
-    return "\n".join(filter(None, (*refused, attained, tuning)))
+    return "\n".join(filter(None, (*refused, status.rollout, attained, tuning)))
 
 
 def _describe_tuning(tuning: AutotuneSummary) -> str:

@@ -57,6 +57,7 @@ class FakeRouter(control_pb2_grpc.ControlServicer):
             generation=self.plan.generation,
             acknowledged_generation=self.plan.generation,
             engines=self.views,
+            num_failed=self.requests.get("num_failed", 0),
             is_ready=bool(self.views) and self.plan.generation > 0,
             samples=[
                 control_pb2.RequestSample(gap_s=0.5, prompt_tokens=self.requests["prompt_tokens"], output_tokens=50)

@@ -154,6 +154,8 @@ def render_controller_manager(settings: Settings) -> list[str]:
         "--allocate-node-cidrs=false",
         f"--service-cluster-ip-range={settings.service_network}",
         "--leader-elect=false",
+        # The default of 15 s is one of patience.
+        "--horizontal-pod-autoscaler-sync-period=2s",
         *CLIENT_RATE,
     ]
 

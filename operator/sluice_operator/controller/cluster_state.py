@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sluice_operator.planning.gated_roll import RollMeasurement
 from sluice_operator.routers.attainment import AttainmentWindow
-from sluice_operator.routers.engine_outcomes import EngineOutcomes, Outcomes
 
 if TYPE_CHECKING:
     from sluice_core.records import EngineId
@@ -17,23 +17,6 @@ if TYPE_CHECKING:
 DEFER_S = 0.2
 # However fast edits come, children and status wait no longer than this.
 MAX_DEFER_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredBatch:
-    """A batch of new engines, as this process found it.
-
-    Args:
-        key: Tells it from other batches.
-        seen_s: When it was found.
-        total: What had ended by then, on all engines.
-        on_new: What had ended on the new ones.
-    """
-
-    key: object
-    seen_s: float
-    total: Outcomes
-    on_new: Outcomes
 
 
 @dataclass(slots=True)
@@ -50,8 +33,7 @@ class ClusterState:
         drain_started_s: When each victim of a scale-down began to drain.
         measured_s: When measurements were written to the status last.
         window: What routers counted in the last five minutes.
-        outcomes: What became of requests, by engine.
-        batch: The batch of a roll that is measured; None: none is.
+        rolling: What became of requests, by engine, and the batch of a roll that is measured.
         tuner_inputs: What the tuner went by last.
         deferred_since_s: Since when children and status wait for the next reconcile; None: they do not.
     """
@@ -63,8 +45,7 @@ class ClusterState:
     drain_started_s: dict[EngineId, float] = field(default_factory=dict)
     measured_s: float = float("-inf")
     window: AttainmentWindow = field(default_factory=AttainmentWindow)
-    outcomes: EngineOutcomes = field(default_factory=EngineOutcomes)
-    batch: MeasuredBatch | None = None
+    rolling: RollMeasurement = field(default_factory=RollMeasurement)
     tuner_inputs: TunerInputs | None = None
     deferred_since_s: float | None = None
 

@@ -169,7 +169,7 @@ class Reconciler:
         router_ids = {status.router_id for status in reported.statuses.values()}
         state.window.keep_routers(router_ids)
         state.scaler.keep_routers(router_ids)
-        state.outcomes.keep({pod.engine_id for pod in observed.engines}, router_ids)
+        state.rolling.outcomes.keep({pod.engine_id for pod in observed.engines}, router_ids)
         stored = read_stored_plan(observed)
         verdict = judge_spec(body, stored.accepted_spec, self._settings, has_cert_manager=observed.has_cert_manager)
 
@@ -355,7 +355,7 @@ class Reconciler:
         if state is None:
             return
         state.window.take(self._now(), status)
-        state.outcomes.take(status)
+        state.rolling.outcomes.take(status)
         state.scaler.take(status)
 
         def read_inputs() -> TunerInputs | None:

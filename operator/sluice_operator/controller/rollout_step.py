@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
@@ -11,9 +10,9 @@ from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.labels import DEFAULT_IMAGE_ANNOTATION
 from sluice_operator.api.model_identity import identify_model
 from sluice_operator.api.spec.model_spec import ModelSpec
-from sluice_operator.controller.cluster_state import MeasuredBatch
 from sluice_operator.controller.preconditions import has_served
 from sluice_operator.kubernetes.objects import annotations_of
+from sluice_operator.planning.gated_roll import RollingEngine, follow_roll
 from sluice_operator.planning.model_switch import (
     ModelSwitch,
     SplitStep,
@@ -22,25 +21,18 @@ from sluice_operator.planning.model_switch import (
     is_split,
     split_fleet,
 )
-from sluice_operator.planning.rollout_gate import GateDecision, RollFacts, decide_gate
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash
 from sluice_operator.resources.rollout_state import find_roll
-from sluice_operator.routers.engine_outcomes import Outcomes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from sluice_core.records import EngineId
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.api.spec.rollout_spec import RolloutGateSpec
     from sluice_operator.controller.cluster_state import ClusterState
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
     from sluice_operator.kubernetes.objects import Object
     from sluice_operator.planning.plan_store import StoredPlan
+    from sluice_operator.planning.rollout_gate import GateDecision
+    from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.resources.rollout_state import RolloutState
-
-# Beyond drain and start: the pod's termination, its image, the kubelet.
-START_MARGIN_S = 120
 
 
 def decide_rollout(
@@ -68,65 +60,27 @@ def decide_rollout(
         now: Monotonic seconds.
         wall_s: The time, in seconds since 1970.
     """
-    spec, gate = cluster.spec, cluster.spec.rollout.gate
-    if gate is None:
-        return GateDecision(state=None)
-    target_hash = compute_rollout_hash(spec, RESTARTS_ENGINES, spec.engine.image or default_image)
-    roll = find_roll(live, target_hash)
-    if roll is None or spec.rollout.paused:
-        return GateDecision(state=roll)
-    facts = _observe_roll(cluster, observed, reported, state, roll=roll, gate=gate, now=now)
-    if is_before_switch and not roll.failure:
-        # No request reaches the new engines yet: there is nothing to measure, but whether they start.
-        return GateDecision(state=replace(roll, failure=facts.refusal))
-    return decide_gate(roll, facts, gate, wall_s)
-
-
-def _observe_roll(
-    cluster: ServingCluster,
-    observed: ObservedState,
-    reported: ObservedRouters,
-    state: ClusterState,
-    *,
-    roll: RolloutState,
-    gate: RolloutGateSpec,
-    now: float,
-) -> RollFacts:
-    """Collects what is observed of a roll; see ``decide_rollout``."""
-    spec = cluster.spec
-    present = [pod for pod in observed.engines if pod.is_present]
-    new = [pod for pod in present if pod.restart_hash == roll.target_hash]
-    refusals = [pod.failure.message for pod in new if pod.failure and pod.failure.reason is Reason.ENGINE_REFUSED]
-    new_engines = [pod.engine_id for pod in new]
-    batch = _find_batch(state, roll, new_engines, now)
-    on_new = _sum(state, new_engines).minus(batch.on_new)
-    figures = on_new if on_new.num_ended >= gate.min_requests else state.outcomes.total().minus(batch.total)
-    return RollFacts(
-        num_new=len(new),
-        num_new_ready=sum(pod.is_ready for pod in new),
-        num_old=len(present) - len(new),
-        replicas=spec.replicas,
-        refusal=refusals[0] if refusals else "",
-        figures=figures if reported.statuses else None,
-        num_ended_on_new=on_new.num_ended,
-        watched_s=now - batch.seen_s,
-        start_limit_s=spec.engine.drain_timeout_seconds + spec.engine.startup_timeout_seconds + START_MARGIN_S,
+    target_hash = compute_rollout_hash(cluster.spec, RESTARTS_ENGINES, cluster.spec.engine.image or default_image)
+    return follow_roll(
+        cluster.spec,
+        find_roll(live, target_hash),
+        [_describe_engine(pod) for pod in observed.engines if pod.is_present],
+        state.rolling,
+        has_reports=bool(reported.statuses),
+        is_before_switch=is_before_switch,
+        now=now,
+        wall_s=wall_s,
     )
 
 
-def _find_batch(
-    state: ClusterState, roll: RolloutState, new_engines: Collection[EngineId], now: float
-) -> MeasuredBatch:
-    """Finds the batch that is measured; figures and time count from when this process saw it."""
-    key = (roll.target_hash, roll.num_passed, roll.measured_since_s)
-    if state.batch is None or state.batch.key != key:
-        total, on_new = state.outcomes.total(), _sum(state, new_engines)
-        state.batch = MeasuredBatch(key=key, seen_s=now, total=total, on_new=on_new)
-    return state.batch
-
-
-def _sum(state: ClusterState, engines: Collection[EngineId]) -> Outcomes:
-    return reduce(Outcomes.plus, map(state.outcomes.total, engines), Outcomes())
+def _describe_engine(pod: Pod) -> RollingEngine:
+    is_refused = pod.failure is not None and pod.failure.reason is Reason.ENGINE_REFUSED
+    return RollingEngine(
+        engine_id=pod.engine_id,
+        restart_hash=pod.restart_hash,
+        is_ready=pod.is_ready,
+        refusal=pod.failure.message if pod.failure and is_refused else "",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

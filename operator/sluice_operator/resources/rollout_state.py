@@ -60,6 +60,20 @@ def find_roll(live: Object | None, target_hash: str) -> RolloutState | None:
     if running is None:
         return None
     stored = _read_state(annotations_of(live).get(ROLLOUT_ANNOTATION, "")) if live else None
+    return continue_roll(stored, running, target_hash)
+
+
+def continue_roll(stored: RolloutState | None, running: Object, target_hash: str) -> RolloutState | None:
+    """Finds the roll that engines are in, or begin.
+
+    Args:
+        stored: The roll that they were in; None: they were in none.
+        running: The template that they run; it carries its restart hash.
+        target_hash: Restart hash of the template that the spec asks for.
+
+    Returns:
+        The roll; None: what runs is what the spec asks for, and good.
+    """
     if stored is not None and stored.target_hash == target_hash:
         return stored
     # A roll that an edit overtakes never became good: what served before it still is.

@@ -38,4 +38,4 @@ class RolloutSpec(ManifestModel):
     """Stops between two engines: no further one is replaced until it is false again."""
     gate: RolloutGateSpec | None = None
     """Stops the roll, and goes back to the engines that served before, where the new ones are worse. Nothing is
-    measured when absent, or by `sluice up`."""
+    measured when absent."""

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from sluice_cli.local_cluster.reconcile_steps import DesiredProcesses
+from sluice_cli.local_cluster.reconcile.reconcile_steps import DesiredProcesses
 from sluice_core.records import EngineId
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.resources import command_lines

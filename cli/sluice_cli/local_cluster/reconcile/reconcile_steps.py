@@ -132,9 +132,10 @@ def _next_scaling(observed: ObservedProcesses, desired: DesiredProcesses) -> Rol
 
 
 def _next_restart(observed: ObservedProcesses, desired: DesiredProcesses) -> RolloutStep | None:
-    for engine_id, spec_hash in observed.engines.items():
-        if spec_hash != desired.engine_hash and not desired.is_paused:
-            return RestartEngine(engine_id)
+    old = [engine_id for engine_id, spec_hash in observed.engines.items() if spec_hash != desired.engine_hash]
+    if old and not desired.is_paused:
+        # One engine at a time, also when an edit ended the wait for the one before.
+        return RestartEngine(old[0]) if observed.engines.keys() - old <= set(observed.serving) else None
     for name, spec_hash in observed.routers.items():
         if spec_hash != desired.router_hash:
             return RestartRouter(name)

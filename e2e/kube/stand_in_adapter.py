@@ -1,0 +1,134 @@
+"""An adapter for external metrics: it answers an HPA with the sum of a metric over a cluster's routers.
+
+prometheus-adapter answers with the same sum, of what Prometheus scraped. This one scrapes when it is asked.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+import json
+import ssl
+import threading
+import urllib.request
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+import trustme
+
+from sluice_operator.api.ports import METRICS_PORT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pod_cluster import PodCluster
+
+NAME = "adapter"
+GROUP, VERSION = "external.metrics.k8s.io", "v1beta1"
+ROOT_PATH = f"/apis/{GROUP}/{VERSION}"
+
+
+@contextmanager
+def run_stand_in_adapter(cluster: PodCluster, address: str) -> Iterator[list[float]]:
+    """Serves Kubernetes' API of external metrics for the length of the block.
+
+    Args:
+        cluster: Whose routers it scrapes; the adapter's Service is in the same namespace.
+        address: Of this machine, as the API server reaches it.
+
+    Yields:
+        The values that it answered with.
+    """
+    answered: list[float] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            url = urlsplit(self.path)
+            metric = url.path.removeprefix(f"{ROOT_PATH}/namespaces/{cluster.namespace}/")
+            selector = parse_qs(url.query).get("labelSelector")
+            if url.path == ROOT_PATH:
+                self._answer({"kind": "APIResourceList", "groupVersion": f"{GROUP}/{VERSION}", "resources": []})
+            elif "/" in metric or selector != ["service=tiny-router-control"]:
+                self.send_error(404)
+            else:
+                answered.append(sum_metric(cluster, metric))
+                self._answer(make_value_list(metric, answered[-1]))
+
+        def _answer(self, content: Any) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing."""
+
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert(f"{NAME}.{cluster.namespace}.svc").configure_cert(context)
+    server = ThreadingHTTPServer((address, 0), Handler)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    objects = render_registration(cluster.namespace, address, server.server_port, authority.cert_pem.bytes())
+    try:
+        cluster.client.apply(*objects)
+        yield answered
+    finally:
+        cluster.client.kubectl("delete", "apiservice", objects[-1]["metadata"]["name"])
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def sum_metric(cluster: PodCluster, metric: str) -> float:
+    """Scrapes every router, and sums the samples of a metric."""
+    total = 0.0
+    for address in cluster.addresses("router").values():
+        with urllib.request.urlopen(f"http://{address}:{METRICS_PORT}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        total += sum(float(line.split()[-1]) for line in lines if line.partition(" ")[0].partition("{")[0] == metric)
+    return total
+
+
+def make_value_list(metric: str, value: float) -> dict[str, Any]:
+    """Makes the answer to an HPA."""
+    now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    item = {"metricName": metric, "metricLabels": {}, "timestamp": now, "value": f"{round(1000 * value)}m"}
+    return {"kind": "ExternalMetricValueList", "apiVersion": f"{GROUP}/{VERSION}", "metadata": {}, "items": [item]}
+
+
+def render_registration(namespace: str, address: str, port: int, authority: bytes) -> list[dict[str, Any]]:
+    """Renders what has the API server pass the group's requests on to a port of this machine."""
+    metadata = {"name": NAME, "namespace": namespace}
+    ports = [{"name": "https", "port": 443, "protocol": "TCP", "targetPort": port}]
+    return [
+        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": ports}},
+        {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {**metadata, "labels": {"kubernetes.io/service-name": NAME}},
+            "addressType": "IPv4",
+            "endpoints": [{"addresses": [address], "conditions": {"ready": True}}],
+            "ports": [{"name": "https", "port": port, "protocol": "TCP"}],
+        },
+        {
+            "apiVersion": "apiregistration.k8s.io/v1",
+            "kind": "APIService",
+            "metadata": {"name": f"{VERSION}.{GROUP}"},
+            "spec": {
+                "group": GROUP,
+                "version": VERSION,
+                "service": {"namespace": namespace, "name": NAME, "port": 443},
+                "caBundle": base64.b64encode(authority).decode(),
+                "groupPriorityMinimum": 100,
+                "versionPriority": 100,
+            },
+        },
+    ]
