@@ -124,12 +124,12 @@ class _Format(AnswerFormat):
         )
         self._event_end = ',"usage":null}\n\n' if includes_usage else "}\n\n"
         # What an event of text alone has before and behind its text; made once, which saves most of an event's cost.
-        self._prefix = f'{self._event_start},"choices":[{{"index":{index},{self.text_start}'
-        self._suffix = f"{self.text_end}]{self._event_end}"
+        self._prefix = f'{self._event_start},"choices":[{{"index":{index},{self.text_start}'.encode()
+        self._suffix = f"{self.text_end}]{self._event_end}".encode()
 
     def plain_chunk(self, text: str) -> bytes:
         """Formats one event of text alone."""
-        return (self._prefix + encode_basestring(text) + self._suffix).encode()
+        return b"".join((self._prefix, encode_basestring(text).encode(), self._suffix))
 
     def chunk(self, delta: Delta) -> bytes:
         """Formats one event."""
