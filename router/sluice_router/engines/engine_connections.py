@@ -213,7 +213,9 @@ async def connect(
 
     def make_protocol() -> asyncio.BaseProtocol:
         # It has all methods of ``asyncio.Protocol``, which a compiled class cannot extend.
-        return cast("asyncio.BaseProtocol", EngineStream(address, traffic, burst_queue, loop, is_encrypted=tls is not None))
+        return cast(
+            "asyncio.BaseProtocol", EngineStream(address, traffic, burst_queue, loop, is_encrypted=tls is not None)
+        )
 
     try:
         _, stream = await loop.create_connection(
