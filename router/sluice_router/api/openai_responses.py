@@ -285,8 +285,10 @@ def _describe_end(finish: Finish, stop: str | None) -> dict[str, Any]:
 
 
 def _format_end(finish: Finish, stop: str | None) -> str:
-    return _dump(_describe_end(finish, stop))[1:-1]
+    end = _describe_end(finish, stop)
+    return f'"finish_reason":"{end["finish_reason"]}","stop_reason":{_dump(end["stop_reason"])}'
 
 
 def _dump(value: object) -> str:
-    return _ENCODER.encode(value)
+    # Most values are absent, for which the encoder takes as long as for others.
+    return "null" if value is None else _ENCODER.encode(value)

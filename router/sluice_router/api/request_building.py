@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sluice.v1 import sampling_pb2
 from sluice_core.records import RequestId
@@ -60,7 +61,9 @@ class RequestBuilder:
         # or vLLM's. A copy of it costs a tenth of filling one in.
         names = [field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields]
         self._plain_fields = frozenset(names) - _RESOLVED_FIELDS
-        values = {name: defaults.sampling.get(name, VLLM_DEFAULTS.get(name)) for name in self._plain_fields}
+        values: dict[str, Any] = {
+            name: defaults.sampling.get(name, VLLM_DEFAULTS.get(name)) for name in self._plain_fields
+        }
         values["top_k"] = _limit_top_k(values["top_k"])
         self._default_sampling = sampling_pb2.SamplingParams(**values)
 
@@ -128,7 +131,7 @@ class RequestBuilder:
         min_tokens = body.min_tokens or 0
         if min_tokens > max_tokens:
             raise FieldError("min_tokens", f"min_tokens: at most max_tokens, {max_tokens}, not {min_tokens}")
-        given = {name: getattr(body, name) for name in self._plain_fields & body.model_fields_set}
+        given: dict[str, Any] = {name: getattr(body, name) for name in self._plain_fields & body.model_fields_set}
         if given.get("top_k") is not None:
             given["top_k"] = _limit_top_k(given["top_k"])
         sampling = sampling_pb2.SamplingParams()
