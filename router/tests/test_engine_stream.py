@@ -16,7 +16,8 @@ from h2.events import RequestReceived
 
 from sluice.v1 import engine_pb2, engine_pb2_grpc
 from sluice_router.engines import engine_stream
-from sluice_router.engines.engine_stream import EngineStream, StreamEndedError, connect
+from sluice_router.engines.engine_connections import connect
+from sluice_router.engines.engine_stream import EngineStream, StreamEndedError
 from sluice_router.event_loop_bursts import BurstQueue
 from sluice_router.observability.metrics import EngineTraffic
 

@@ -26,7 +26,8 @@ from sluice_router.api.openai_requests import (
     StructuredOutputs,
     check,
 )
-from sluice_router.api.request_preparation import Caller, RequestPreparer
+from sluice_router.api.request_building import Caller
+from sluice_router.api.request_preparation import RequestPreparer
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.api.structured_output import check_constraint, find_constraint
 from sluice_router.text.tokenizer import ModelText

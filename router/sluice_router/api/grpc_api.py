@@ -22,8 +22,9 @@ from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.grpc_response_stream import GrpcResponseStream
 from sluice_router.api.objectives import CAPABILITY_HEADER, RESUMABLE_HEADER, read_objectives
 from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, SluiceOptions, check
+from sluice_router.api.request_building import Caller
 from sluice_router.api.request_ids import check_request_id, choose_shown_id
-from sluice_router.api.request_preparation import Caller, RequestPreparer, to_router_error
+from sluice_router.api.request_preparation import RequestPreparer, to_router_error
 from sluice_router.api.resumption.answer_states import AnswerIdentity, make_resumable, read_state, restore_request
 from sluice_router.api.resumption.claimed_answers import claim_answer, prepare_found, replay
 from sluice_router.error_statuses import error_status_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sluice_router.api.openai_requests import FieldError, SamplingFields
@@ -17,7 +18,7 @@ MAX_MESSAGES = 4096
 def limit_output(
     body: SamplingFields,
     prompt_field: str,
-    token_ids: list[int],
+    token_ids: Sequence[int],
     *,
     default_tokens: int | None,
     owner: str,
@@ -78,7 +79,7 @@ def check_prompt_size(fields: dict[str, Any], max_model_len_tokens: int | None) 
             check_num_tokens(f"prompt[{index}]", item, max_model_len_tokens)
 
 
-def check_num_tokens(field: str, token_ids: list[Any], max_model_len_tokens: int | None) -> None:
+def check_num_tokens(field: str, token_ids: Sequence[Any], max_model_len_tokens: int | None) -> None:
     """Checks that a prompt leaves room for one output token.
 
     Args:

@@ -124,12 +124,12 @@ class _Format(AnswerFormat):
         )
         self._event_end = ',"usage":null}\n\n' if includes_usage else "}\n\n"
         # What an event of text alone has before and behind its text; made once, which saves most of an event's cost.
-        self._prefix = f'{self._event_start},"choices":[{{"index":{index},{self.text_start}'
-        self._suffix = f"{self.text_end}]{self._event_end}"
+        self._prefix = f'{self._event_start},"choices":[{{"index":{index},{self.text_start}'.encode()
+        self._suffix = f"{self.text_end}]{self._event_end}".encode()
 
     def plain_chunk(self, text: str) -> bytes:
         """Formats one event of text alone."""
-        return (self._prefix + encode_basestring(text) + self._suffix).encode()
+        return b"".join((self._prefix, encode_basestring(text).encode(), self._suffix))
 
     def chunk(self, delta: Delta) -> bytes:
         """Formats one event."""
@@ -285,8 +285,10 @@ def _describe_end(finish: Finish, stop: str | None) -> dict[str, Any]:
 
 
 def _format_end(finish: Finish, stop: str | None) -> str:
-    return _dump(_describe_end(finish, stop))[1:-1]
+    end = _describe_end(finish, stop)
+    return f'"finish_reason":"{end["finish_reason"]}","stop_reason":{_dump(end["stop_reason"])}'
 
 
 def _dump(value: object) -> str:
-    return _ENCODER.encode(value)
+    # Most values are absent, for which the encoder takes as long as for others.
+    return "null" if value is None else _ENCODER.encode(value)

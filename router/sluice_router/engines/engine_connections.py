@@ -6,11 +6,11 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 from sluice.v1 import engine_pb2
 from sluice_core.records import EngineId
-from sluice_router.engines.engine_stream import EngineStream, PeerTls, StreamEndedError, connect
+from sluice_router.engines.engine_stream import EngineStream, PeerTls, StreamEndedError
 from sluice_router.event_loop_bursts import BurstQueue
 from sluice_router.observability.metrics import EngineTraffic
 
@@ -192,3 +192,39 @@ class EngineConnections(Generic[EngineT]):
         finally:
             self._streams.pop(engine, None)
             self._handler.lose(engine, fault)
+
+
+async def connect(
+    address: str, traffic: EngineTraffic, burst_queue: BurstQueue, tls: PeerTls | None = None
+) -> EngineStream:
+    """Connects to an engine and begins the call.
+
+    Args:
+        address: host:port; an IPv6 host stands in brackets.
+        traffic: Where its bytes are counted.
+        burst_queue: The loop's, for messages of all streams.
+        tls: How the stream is encrypted; None: it is not.
+
+    Raises:
+        StreamEndedError: Nobody listens there, or somebody who is no engine of ours.
+    """
+    loop = asyncio.get_running_loop()
+    host, _, port = address.rpartition(":")
+
+    def make_protocol() -> asyncio.BaseProtocol:
+        # It has all methods of ``asyncio.Protocol``, which a compiled class cannot extend.
+        return cast(
+            "asyncio.BaseProtocol", EngineStream(address, traffic, burst_queue, loop, is_encrypted=tls is not None)
+        )
+
+    try:
+        _, stream = await loop.create_connection(
+            make_protocol,
+            host.removeprefix("[").removesuffix("]"),
+            int(port),
+            ssl=tls.context if tls else None,
+            server_hostname=tls.engine_name if tls else None,
+        )
+    except OSError as error:
+        raise StreamEndedError(f"unavailable: {error}") from error
+    return cast("EngineStream", stream)

@@ -1,6 +1,7 @@
 """One call of ``sluice.v1.Engine/Attach``: gRPC over HTTP/2 on the event loop itself, with ``h2``.
 
 grpc.aio hands every message through two threads before the loop sees it, which costs ten times what the message does.
+Without coroutines, so that it is compiled.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ LENGTH_BYTES = 3
 PREFIX_BYTES = 5
 # HTTP/2's name in TLS.
 ALPN = "h2"
+# A frame of 4 bytes of type WINDOW_UPDATE (8), without flags, and the largest window. Source: RFC 9113, section 6.9.
+WINDOW_UPDATE = b"\0\0\4\x08\0"
+MAX_WINDOW_BYTES = 2**31 - 1
 # How long the last bytes of a stream have to leave.
 CLOSE_S = 1.0
 STATUS_NAMES = {str(code.value[0]): code.name.lower() for code in grpc.StatusCode}
@@ -80,8 +84,8 @@ class PeerTls:
     engine_name: str
 
 
-class EngineStream(asyncio.Protocol):
-    """A call in progress; ``connect`` makes it.
+class EngineStream:
+    """A call in progress, and the ``asyncio.Protocol`` of its connection; ``engine_connections.connect`` makes it.
 
     Args:
         authority: host:port, for the engine.
@@ -118,9 +122,10 @@ class EngineStream(asyncio.Protocol):
         self._handler: Callable[[engine_pb2.AttachResponse], None] | None = None
         self._outgoing: deque[memoryview] = deque()
         self._fault = ""
-        self._has_first = loop.create_future()
+        self._first: asyncio.Future[engine_pb2.AttachResponse] | None = None
+        self._has_first = False
         self._closed: asyncio.Future[str] = loop.create_future()
-        self._is_disconnected = loop.create_future()
+        self._disconnected: asyncio.Future[None] = loop.create_future()
 
     # --- for the connection --------------------------------------------------------------------------------------
 
@@ -132,18 +137,13 @@ class EngineStream(asyncio.Protocol):
         self._outgoing.append(memoryview(b"\0" + len(data).to_bytes(4, "big") + data))
         self._write()
 
-    async def read_first(self) -> engine_pb2.AttachResponse:
-        """Waits for the first message.
+    def read_first(self) -> asyncio.Future[engine_pb2.AttachResponse]:
+        """Waits for the first message, or raises ``StreamEndedError`` if there is none."""
+        first = self._first = self._loop.create_future()
+        self._advance()
+        return first
 
-        Raises:
-            StreamEndedError: There was none.
-        """
-        await self._has_first
-        if not self._messages:
-            raise StreamEndedError(self._fault)
-        return self._messages.popleft()
-
-    async def serve(self, handler: Callable[[engine_pb2.AttachResponse], None]) -> str:
+    def serve(self, handler: Callable[[engine_pb2.AttachResponse], None]) -> asyncio.Future[str]:
         """Hands all further messages to ``handler``, synchronously and in order.
 
         Returns:
@@ -151,7 +151,7 @@ class EngineStream(asyncio.Protocol):
         """
         self._handler = handler
         self._advance()
-        return await asyncio.shield(self._closed)
+        return asyncio.shield(self._closed)
 
     def cancel(self, fault: str = "cancelled") -> None:
         """Ends the call at once; messages that were not handled are dropped."""
@@ -163,9 +163,9 @@ class EngineStream(asyncio.Protocol):
                 self._transport.close()
         self._end(fault)
 
-    async def wait_disconnected(self) -> None:
+    def wait_disconnected(self) -> asyncio.Future[None]:
         """Waits until the connection of an ended call is closed."""
-        await asyncio.shield(self._is_disconnected)
+        return asyncio.shield(self._disconnected)
 
     # --- asyncio.Protocol ----------------------------------------------------------------------------------------
 
@@ -212,11 +212,20 @@ class EngineStream(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the call."""
         fault = str(exc or "the connection was closed")
-        if self._is_encrypted and not self._has_first.done():
+        if self._is_encrypted and not self._has_first:
             # In TLS 1.3 a server checks the client's certificate after the client has begun to speak.
             fault += "; the engine may have refused this router's certificate"
         self._end(f"unavailable: {fault}")
-        self._is_disconnected.set_result(None)
+        self._disconnected.set_result(None)
+
+    def eof_received(self) -> None:
+        """Lets the connection be closed, which ends the call."""
+
+    def pause_writing(self) -> None:
+        """Writes on: HTTP/2's windows bound what waits."""
+
+    def resume_writing(self) -> None:
+        """Changes nothing; see ``pause_writing``."""
 
     # --- inward --------------------------------------------------------------------------------------------------
 
@@ -233,7 +242,7 @@ class EngineStream(asyncio.Protocol):
             if frames[start + LENGTH_BYTES : payload] == self._plain_data:
                 self._take_data(frames[payload:end])
                 self._num_unacknowledged += end - payload
-            else:
+            elif not self._take_window_update(frames, start):
                 self._take_events(self._http.receive_data(bytes(frames[start:end])))
                 # Answers to settings and pings, and what a larger window takes.
                 self._write()
@@ -241,6 +250,23 @@ class EngineStream(asyncio.Protocol):
         del frames[:start]
         if self._num_unacknowledged > RECEIVE_WINDOW_BYTES // 4:
             self._acknowledge()
+
+    def _take_window_update(self, frames: bytearray, start: int) -> bool:
+        """Opens a window by an engine's frame, past h2; returns whether it was one that is right."""
+        if frames[start : start + len(WINDOW_UPDATE)] != WINDOW_UPDATE:
+            return False
+        payload = start + FRAME_HEADER_BYTES
+        stream_id = int.from_bytes(frames[payload - 4 : payload], "big")
+        increment = int.from_bytes(frames[payload : payload + 4], "big")
+        if stream_id not in (0, self._stream_id) or increment < 1:
+            return False
+        window = self._http if stream_id == 0 else self._http.streams[stream_id]
+        if window.outbound_flow_control_window + increment > MAX_WINDOW_BYTES:
+            return False
+        window.outbound_flow_control_window += increment
+        if self._outgoing:
+            self._write()
+        return True
 
     def _take_events(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -290,11 +316,20 @@ class EngineStream(asyncio.Protocol):
 
     def _advance(self) -> None:
         """Handles what has come, one message per iteration of the loop, engines in turn: a burst delays nobody else."""
-        if not self._has_first.done() and (self._messages or self._fault):
-            self._has_first.set_result(None)
+        if self._first is not None and (self._messages or self._fault):
+            self._has_first = True
+            first, self._first = self._first, None
+            if not first.done():  # who waits may have given up
+                self._answer_first(first)
         if self._handler is not None and not self._is_queued and (self._messages or self._fault):
             self._is_queued = True
             self._burst_queue.run(self._handle_next)
+
+    def _answer_first(self, first: asyncio.Future[engine_pb2.AttachResponse]) -> None:
+        if self._messages:
+            first.set_result(self._messages.popleft())
+        else:
+            first.set_exception(StreamEndedError(self._fault))
 
     def _handle_next(self) -> None:
         """Handles one message; the end is reported after the last."""
@@ -359,34 +394,4 @@ class EngineStream(asyncio.Protocol):
 
 
 def _format_window_update(stream_id: int, num_bytes: int) -> bytes:
-    """Formats an HTTP/2 frame: 4 bytes of type WINDOW_UPDATE (8), without flags. Source: RFC 9113, section 6.9."""
-    return b"\0\0\4\x08\0" + stream_id.to_bytes(4, "big") + num_bytes.to_bytes(4, "big")
-
-
-async def connect(
-    address: str, traffic: EngineTraffic, burst_queue: BurstQueue, tls: PeerTls | None = None
-) -> EngineStream:
-    """Connects to an engine and begins the call.
-
-    Args:
-        address: host:port; an IPv6 host stands in brackets.
-        traffic: Where its bytes are counted.
-        burst_queue: The loop's, for messages of all streams.
-        tls: How the stream is encrypted; None: it is not.
-
-    Raises:
-        StreamEndedError: Nobody listens there, or somebody who is no engine of ours.
-    """
-    loop = asyncio.get_running_loop()
-    host, _, port = address.rpartition(":")
-    try:
-        _, stream = await loop.create_connection(
-            lambda: EngineStream(address, traffic, burst_queue, loop, is_encrypted=tls is not None),
-            host.removeprefix("[").removesuffix("]"),
-            int(port),
-            ssl=tls.context if tls else None,
-            server_hostname=tls.engine_name if tls else None,
-        )
-    except OSError as error:
-        raise StreamEndedError(f"unavailable: {error}") from error
-    return stream
+    return WINDOW_UPDATE + stream_id.to_bytes(4, "big") + num_bytes.to_bytes(4, "big")

@@ -26,12 +26,17 @@ def handle_tokens(state: RouterState, engine: ConnectedEngine, message: engine_p
     Raises:
         EngineProtocolError: A slot is unknown, or a token is missing.
     """
-    slots, token_ids, indexes = list(message.slots), list(message.token_ids), list(message.output_indexes)
+    # Where the router is compiled, protobuf's fields have no types, and what follows from an untyped value is slow.
+    slots: list[int] = list(message.slots)
+    token_ids: list[int] = list(message.token_ids)
+    indexes: list[int] = list(message.output_indexes)
     if not len(slots) == len(token_ids) == len(indexes):
         raise EngineProtocolError(f"columns of {len(slots)}, {len(token_ids)} and {len(indexes)} values")
     logprobs = {entry.column: entry for entry in message.logprobs} if message.logprobs else None
-    table, num_slots, num_stale = engine.slots, len(engine.slots), 0
-    for column, (slot, token_id, index) in enumerate(zip(slots, token_ids, indexes, strict=True)):
+    table = engine.slots
+    num_slots, num_stale = len(table), 0
+    for column in range(len(slots)):
+        slot, token_id, index = slots[column], token_ids[column], indexes[column]
         submission = table[slot] if slot < num_slots else None
         if submission is None:
             raise EngineProtocolError(f"slot {slot} is unknown")
@@ -41,9 +46,10 @@ def handle_tokens(state: RouterState, engine: ConnectedEngine, message: engine_p
             num_stale += 1
             continue
         output = request.output_token_ids
-        if index != len(output):
-            if index > len(output):
-                raise EngineProtocolError(f"slot {slot}: token {index} came where {len(output)} was due")
+        num_output = len(output)
+        if index != num_output:
+            if index > num_output:
+                raise EngineProtocolError(f"slot {slot}: token {index} came where {num_output} was due")
             # Delivered already: an engine that resumes may repeat tokens.
             num_stale += 1
             continue

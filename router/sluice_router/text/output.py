@@ -72,7 +72,6 @@ class Output:
     Attributes:
         num_tokens: Tokens taken.
         first_index: Index of the first token that has not gone out.
-        num_bytes: Memory of what has not gone out; an estimate.
     """
 
     __slots__ = (
@@ -80,12 +79,13 @@ class Output:
         "_hidden",
         "_keeps_tokens",
         "_logprobs",
-        "_parts",
+        "_more",
+        "_num_kept_bytes",
         "_settings",
         "_stops",
+        "_text",
         "_token_ids",
         "first_index",
-        "num_bytes",
         "num_tokens",
     )
 
@@ -95,12 +95,20 @@ class Output:
         self._detokenizer = text.make_detokenizer(skip_special_tokens=settings.skip_special_tokens)
         self._stops = StopStrings(settings.stops, is_included=settings.is_stop_included) if settings.stops else None
         self._hidden = frozenset() if settings.is_stop_included else settings.hidden_token_ids
-        self._parts: list[str] = []
+        # Mostly one piece of text comes before it goes out: it needs no list, whose memory would have to be fetched.
+        self._text = ""
+        self._more: list[str] = []
+        # Memory of further pieces, and of tokens.
+        self._num_kept_bytes = 0
         self._token_ids: list[int] = []
         self._logprobs: list[engine_pb2.TokenLogprobs] = []
         self.first_index = 0
         self.num_tokens = 0
-        self.num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what has not gone out; an estimate."""
+        return self._num_kept_bytes + _estimate_bytes(self._text)
 
     @property
     def matched_stop(self) -> str | None:
@@ -146,20 +154,28 @@ class Output:
 
     def take_text(self) -> str:
         """Hands out the text that has come since the last call; outputs that are text alone need no delta."""
-        parts = self._parts
-        text = parts[0] if len(parts) == 1 else "".join(parts)
-        parts.clear()
+        text, self._text = self._text, ""
+        if self._num_kept_bytes:
+            text += "".join(self._more)
+            self._more.clear()
+            self._num_kept_bytes = 0
         self.first_index = self.num_tokens
-        self.num_bytes = 0
         return text
 
     def _append(self, text: str) -> None:
-        self._parts.append(text)
-        self.num_bytes += len(text) if text.isascii() else 4 * len(text)
+        if not self._text:
+            self._text = text
+        else:
+            self._more.append(text)
+            self._num_kept_bytes += _estimate_bytes(text)
 
     def _keep_token(self, token_id: int, logprobs: engine_pb2.TokenLogprobs | None) -> None:
         self._token_ids.append(token_id)
-        self.num_bytes += TOKEN_ID_BYTES
+        self._num_kept_bytes += TOKEN_ID_BYTES
         if self._settings.num_logprobs is not None and logprobs is not None:
             self._logprobs.append(logprobs)
-            self.num_bytes += LOGPROB_BYTES + ALTERNATIVE_BYTES * len(logprobs.top_token_ids)
+            self._num_kept_bytes += LOGPROB_BYTES + ALTERNATIVE_BYTES * len(logprobs.top_token_ids)
+
+
+def _estimate_bytes(text: str) -> int:
+    return len(text) if text.isascii() else 4 * len(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ class ModelText:
         """Whether detokenizers look tokens up in a table."""
         return self._detokenizers.uses_table
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
         """Tokenizes a prompt; without giving up control when it is short, or its words are known.
 
         Args:
@@ -104,9 +105,10 @@ class ModelText:
             if ids is not None:
                 return ids
         if len(text) <= MAX_INLINE_CHARACTERS:
-            return self.encode_now(text, add_special_tokens=add_special_tokens)
+            return array("I", self.encode_now(text, add_special_tokens=add_special_tokens))
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing_thread, self._encode_fast, text, add_special_tokens)
+        found = await loop.run_in_executor(self._tokenizing_thread, self._encode_fast, text, add_special_tokens)
+        return array("I", found)
 
     def encode_now(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Tokenizes where it is called, by the tokenizer alone; see ``encode``."""

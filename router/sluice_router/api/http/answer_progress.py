@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from sluice_router.api.openai_responses import AnswerFormat, add_usages
@@ -24,6 +25,7 @@ class AnswerProgress:
         self._usages: list[Usage | None] = [None] * num_choices
         self._num_open = self._num_unwritten = num_choices
         self._error: RouterError | None = None
+        self._open: Callable[[], None] | None = None
         self._first: asyncio.Future[None] = loop.create_future()
         self._over: asyncio.Future[None] = loop.create_future()
 
@@ -32,8 +34,22 @@ class AnswerProgress:
         """Whether the data plane has said how every choice ended."""
         return self._num_open == 0
 
+    def open_with(self, begin: Callable[[], None]) -> None:
+        """Has ``begin`` called as soon as there is something to send: now, or when it comes, with no turn in between.
+
+        Not called if the answer fails before that.
+        """
+        self._open = begin
+        if self._first.done():
+            self.announce()
+
     def announce(self) -> None:
         """Notes that there is something to send."""
+        begin, self._open = self._open, None
+        if begin is not None and self._error is not None:
+            self.conclude()
+        elif begin is not None:
+            begin()
         if not self._first.done():
             self._first.set_result(None)
 
@@ -67,8 +83,7 @@ class AnswerProgress:
             RouterError: The request failed before that.
         """
         await self._first
-        if self._error is not None:
-            raise self._error
+        self.raise_error()
 
     async def wait_news(self, timeout_s: float) -> bool:
         """Waits until there is something to send, an error included; returns whether there is by then."""
@@ -76,8 +91,13 @@ class AnswerProgress:
         return self._first.done()
 
     async def wait_over(self) -> None:
-        """Waits until nothing more goes out."""
+        """Waits until nothing more goes out, or the answer has failed before there was anything."""
         await self._over
+
+    def raise_error(self) -> None:
+        """Raises the error that the answer failed with, if it did."""
+        if self._error is not None:
+            raise self._error
 
 
 class WholeAnswer:

@@ -27,8 +27,9 @@ from sluice_router.api.http.info_endpoints import METRICS_PATH, InfoEndpoints
 from sluice_router.api.length_limits import DEFAULT_COMPLETION_TOKENS
 from sluice_router.api.objectives import CAPABILITY_HEADER, read_objectives
 from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, parse_chat, parse_completion
+from sluice_router.api.request_building import Caller
 from sluice_router.api.request_ids import check_request_id, choose_shown_id
-from sluice_router.api.request_preparation import Caller, RequestPreparer, to_router_error
+from sluice_router.api.request_preparation import RequestPreparer, to_router_error
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import InvalidRequestError, RouterError, UnsupportedEndpointError
 from sluice_router.observability.request_traces import read_trace_headers

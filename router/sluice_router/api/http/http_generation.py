@@ -177,21 +177,31 @@ class HttpGeneration:
             ConnectionResetError: The client has gone.
         """
         connection = connection_of(request)
+        stream: HttpStream | None = None
+
+        def begin() -> None:
+            nonlocal stream
+            if stream is None:
+                stream = self._open(request, headers)
+            connection.attach(response_streams, stream)
+            now = self._plane.now()
+            for response_stream in response_streams:
+                response_stream.open(stream, now)
+            stream.release()
+
         try:
             connection.watch(leave)
-            stream = None
             if self._plane.is_holding:
                 open_held = partial(self._open, request, headers)
                 stream = await comment_until_news(progress, open_held, self._comment_interval_s)
             if stream is None:
-                await progress.wait_first()
-                stream = self._open(request, headers)
-            connection.attach(response_streams, stream)
-            for response_stream in response_streams:
-                response_stream.open(stream, self._plane.now())
-            stream.release()
+                progress.open_with(begin)
+            else:
+                begin()
             await progress.wait_over()
-            if stream.is_lost:
+            if stream is None:
+                progress.raise_error()
+            if stream is None or stream.is_lost:
                 raise ConnectionResetError("the client has gone")
         finally:
             if not progress.is_over:

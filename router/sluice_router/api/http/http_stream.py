@@ -13,6 +13,10 @@ from sluice_router.api.openai_responses import CONTENT_TYPE
 SERVER = "sluice"
 # Of the head of every stream.
 FIXED_LINES = (f"Content-Type: {CONTENT_TYPE}", "Cache-Control: no-cache", f"Server: {SERVER}")
+# What HTTP/1.1 puts around a chunk: its size in hexadecimal before it (RFC 9112, section 7.1). Most events are short.
+LINE_END = b"\r\n"
+CHUNK_SIZES = tuple(b"%x\r\n" % size for size in range(1024))
+LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 
 class HttpStream(ClientStream):
@@ -61,7 +65,7 @@ class HttpStream(ClientStream):
     def write(self, data: bytes) -> None:
         """Writes; to a closed transport, nothing."""
         if data and not self._is_over:
-            self._send(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+            self._send(_frame(data, LINE_END) if self._is_chunked else data)
 
     def abort(self) -> None:
         """Closes at once."""
@@ -72,7 +76,7 @@ class HttpStream(ClientStream):
         """Writes the last bytes, at least one, and drops what is written from here on."""
         if not self._is_over:
             self._is_over = True
-            self._send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if self._is_chunked else data)
+            self._send(_frame(data, LAST_CHUNK) if self._is_chunked else data)
 
     def _send(self, data: bytes) -> None:
         if self._held is not None:
@@ -82,6 +86,11 @@ class HttpStream(ClientStream):
             self.is_lost = True
         else:
             self._transport.write(data)
+
+
+def _frame(data: bytes, end: bytes) -> bytes:
+    size = len(data)
+    return b"".join((CHUNK_SIZES[size] if size < len(CHUNK_SIZES) else b"%x\r\n" % size, data, end))
 
 
 def open_stream(request: web.BaseRequest, headers: dict[str, str], *, keeps_connection: bool) -> HttpStream:

@@ -86,8 +86,8 @@ class WholeResponseStream(ResponseStream):
 class SseResponseStream(ResponseStream):
     """Writes one choice of an answer as server-sent events.
 
-    An answer's life: tokens come (``AnswerProgress.wait_first`` returns), the handler opens the streams of all choices,
-    events go out as they come, and the last choice's end is written (``wait_over`` returns).
+    An answer's life: tokens come, ``AnswerProgress.announce`` has the streams of all choices opened, events go out as
+    they come, and the last choice's end is written (``wait_over`` returns).
 
     Args:
         output: The request's output.
