@@ -25,11 +25,11 @@ class PrefillPipeline:
     Args:
         stage: How long an iteration takes in one stage.
         num_stages: Stages, one after the other.
-        batch_tokens: Tokens up to which whole prompts share a batch; 0: each prompt is alone.
+        batch_tokens: Tokens up to which whole prompts share a batch; 1: each is alone.
         kv_capacity_tokens: Longest prompt that it holds.
 
     Raises:
-        ValueError: No stage.
+        ValueError: No stage, or no token.
     """
 
     stage: IterationProfile
@@ -38,8 +38,9 @@ class PrefillPipeline:
     kv_capacity_tokens: int
 
     def __post_init__(self) -> None:
-        if self.num_stages < 1:
-            raise ValueError(f"num_stages is {self.num_stages}; at least 1 is needed")
+        for name, value in (("num_stages", self.num_stages), ("batch_tokens", self.batch_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; at least 1 is needed")
 
 
 def simulate_prefills(

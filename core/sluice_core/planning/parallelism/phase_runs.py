@@ -73,6 +73,9 @@ class PhaseWorkload:
         for name, value in (("slo.ttft_s", self.slo.ttft_s), ("slo.tpot_s", self.slo.tpot_s)):
             if not value > 0.0:
                 raise ValueError(f"{name} is {value}; it is above 0")
+        for field in ("prefill_batch_tokens", "max_num_seqs", "block_size_tokens"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; at least 1 is needed")
 
 
 def run_prefills(
@@ -99,15 +102,16 @@ def run_decodes(
         arrivals: Requests, in the order in which their prefills end; ``at_s`` is when.
         most_missed: Most requests that may miss, those among them that the KV cache cannot hold.
     """
+    num_blocks = instance.kv_capacity_tokens // workload.block_size_tokens
     fitting = [
         replace(each, slo=Slo(ttft_s=math.inf, tpot_s=each.slo.tpot_s))
         for each in arrivals
-        if each.prompt_tokens + each.output_tokens <= instance.kv_capacity_tokens
+        if each.prompt_tokens + each.output_tokens <= num_blocks * workload.block_size_tokens
     ]
     most_missed -= len(arrivals) - len(fitting)
     if most_missed < 0 or not fitting:
         return most_missed >= 0
-    return Simulation(_make_decode_cell(workload, instance), fitting).run(most_missed=most_missed)
+    return Simulation(_make_decode_cell(workload, instance, num_blocks), fitting).run(most_missed=most_missed)
 
 
 def run_pair(
@@ -132,7 +136,7 @@ def run_pair(
     return run_decodes(workload, decode, handed_over, most_missed)
 
 
-def _make_decode_cell(workload: PhaseWorkload, instance: ModelInstance) -> Cell:
+def _make_decode_cell(workload: PhaseWorkload, instance: ModelInstance, num_blocks: int) -> Cell:
     """Make a source of finished prefills, and the instance that decodes."""
     source = EngineSetup(
         engine_id=EngineId("source"),
@@ -151,7 +155,7 @@ def _make_decode_cell(workload: PhaseWorkload, instance: ModelInstance) -> Cell:
         profile=make_lockstep_profile(instance.stage, instance.parallelism.pipeline),
         role=Role.DECODE_HEAVY,
         chunk_size_tokens=0,
-        kv_blocks_total=instance.kv_capacity_tokens // workload.block_size_tokens,
+        kv_blocks_total=num_blocks,
         max_num_seqs=workload.max_num_seqs,
     )
     return Cell(engines=(source, target), strategy=DISAGGREGATED, options=SimOptions(no_grant=NoGrant.WAIT))

@@ -2,8 +2,8 @@
 
 Both enumerate how instances may share the model among their GPUs, find the goodput of each by simulation, keep what has
 the highest goodput per GPU, and replicate it for the wanted rate. Where nodes have fast links to one another, each
-phase is chosen by itself (Algorithm 1). Where they have not, the prefill and the decode part of a stage share a node, so
-that KV stays within it: then pairs of instances are chosen (Algorithm 2).
+phase is chosen by itself (Algorithm 1). Where they have not, the prefill and the decode part of a stage share a node,
+so that KV stays within it: then pairs of instances are chosen (Algorithm 2).
 
 Source: DistServe, sections 4.1 and 4.2.
 """
@@ -17,6 +17,7 @@ from enum import StrEnum
 
 from sluice_core.planning.parallelism.instances import GpuNodes, ModelInstance, Parallelism, Phase, count_nodes
 from sluice_core.planning.parallelism.phase_goodput import (
+    LEAST_REQUESTS,
     GoodputTask,
     compute_alone_decode_s,
     compute_alone_prefill_s,
@@ -289,6 +290,12 @@ def _explain_unmet(problem: PlacementProblem, phase: Phase) -> str:
         needed_s[parallelism] = alone_s[math.ceil(target * len(alone_s)) - 1]
     closest = min(needed_s, key=lambda each: needed_s[each])
     name = "TTFT" if phase is Phase.PREFILL else "TPOT"
+    limit_s = problem.workload.slo.ttft_s if phase is Phase.PREFILL else problem.workload.slo.tpot_s
+    if problem.duration_s is not None and needed_s[closest] <= limit_s:
+        return (
+            f"no parallelism meets {_describe_objectives(problem)} at a rate that brings {LEAST_REQUESTS} requests "
+            f"into runs of {problem.duration_s:g} s; longer ones show lower rates"
+        )
     return (
         f"no parallelism meets {_describe_objectives(problem)} at any rate; TP {closest.tensor} PP {closest.pipeline} "
         f"comes closest and needs a {name} of {1e3 * needed_s[closest]:.4g} ms even when it idles"
