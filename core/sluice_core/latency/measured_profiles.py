@@ -107,16 +107,15 @@ def load_model_on_gpu(
     kernels = _load_kernels(gpu)
     kv_bytes_per_token = compute_kv_bytes_per_token(shape, tensor_parallel)
     kv_capacity_tokens = compute_kv_capacity_tokens(shape, kernels.memory_bytes, tensor_parallel, pipeline_parallel)
-    host_iteration_s = 0.0
     if kind is ProfileKind.KERNELS:
         profile = build_kernel_profile(shape, kernels, tensor_parallel, assumptions)
-        host_iteration_s = assumptions.host_iteration_s
     elif kind is ProfileKind.VIDUR:
         profile = build_vidur_profile(name, gpu, tensor_parallel)
     else:
         profile, kv_capacity_tokens = build_distserve_profile(name, gpu, tensor_parallel)
         more_bytes = compute_free_bytes(kernels.memory_bytes, (pipeline_parallel - 1) * tensor_parallel)
         kv_capacity_tokens += int(more_bytes / kv_bytes_per_token)
+    host_iteration_s = assumptions.host_iteration_s if kind is ProfileKind.KERNELS else 0.0
     return ModelOnGpu(
         model=name,
         gpu=gpu,
