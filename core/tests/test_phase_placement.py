@@ -361,10 +361,11 @@ def test_an_objective_of_what_idle_instances_need_is_met() -> None:
         assert (goodput_rps > 0.01) is is_met
 
 
-def test_runs_too_short_to_say_anything_are_named_as_the_reason() -> None:
-    problem = replace(make_problem(GpuNodes(num_nodes=1, gpus_per_node=1)), duration_s=2.0)
-    with pytest.raises(NoPlacementError, match="at a rate that brings 30 requests into runs of 2 s; longer ones show"):
-        place_phases(problem, NodeAffinity.HIGH, run_tasks)
+@pytest.mark.parametrize(("duration_s", "shown"), [(2.0, "2"), (None, "600")])
+def test_runs_too_short_to_say_anything_are_named_as_the_reason(duration_s: float | None, shown: str) -> None:
+    problem = replace(make_problem(GpuNodes(num_nodes=1, gpus_per_node=1)), duration_s=duration_s)
+    with pytest.raises(NoPlacementError, match=f"that brings 30 requests into runs of {shown} s; longer ones show"):
+        place_phases(problem, NodeAffinity.HIGH, lambda tasks: [0.0] * len(tasks))
 
 
 def test_one_gpu_holds_no_pair() -> None:

@@ -22,7 +22,8 @@ from sluice_core.sim.workload import PoissonWorkload
 
 LEAST_REQUESTS = 30  # of a run; fewer say nothing, so such a rate counts as missed
 _USUAL_REQUESTS = 600  # of a run
-_LEAST_DURATION_S, _MOST_DURATION_S = 60.0, 600.0
+_LEAST_DURATION_S = 60.0
+MOST_DURATION_S = 600.0
 _SHOWN_OVERLOAD = 0.04  # of a rate: what must show within a run
 _RESPONSES_PER_RUN = 4  # one after the other: KV caches fill within the first two
 _USED_SHARE = 0.6  # of what an instance could do if nobody had to wait
@@ -94,7 +95,7 @@ def choose_duration_s(workload: PhaseWorkload, rate_rps: float) -> float:
     """Choose a length of runs in which an overload shows, KV caches fill, and there are enough requests."""
     response_s = workload.slo.tpot_s * statistics.fmean(row.output_tokens for row in workload.rows)
     least_s = max(_LEAST_DURATION_S, workload.slo.ttft_s / _SHOWN_OVERLOAD, _RESPONSES_PER_RUN * response_s)
-    return min(_MOST_DURATION_S, max(least_s, _USUAL_REQUESTS / rate_rps))
+    return min(MOST_DURATION_S, max(least_s, _USUAL_REQUESTS / rate_rps))
 
 
 def _run(workload: PhaseWorkload, task: GoodputTask, arrivals: Sequence[Arrival], most_missed: int) -> bool:

@@ -18,6 +18,7 @@ from enum import StrEnum
 from sluice_core.planning.parallelism.instances import GpuNodes, ModelInstance, Parallelism, Phase, count_nodes
 from sluice_core.planning.parallelism.phase_goodput import (
     LEAST_REQUESTS,
+    MOST_DURATION_S,
     GoodputTask,
     compute_alone_decode_s,
     compute_alone_prefill_s,
@@ -291,10 +292,10 @@ def _explain_unmet(problem: PlacementProblem, phase: Phase) -> str:
     closest = min(needed_s, key=lambda each: needed_s[each])
     name = "TTFT" if phase is Phase.PREFILL else "TPOT"
     limit_s = problem.workload.slo.ttft_s if phase is Phase.PREFILL else problem.workload.slo.tpot_s
-    if problem.duration_s is not None and needed_s[closest] <= limit_s:
+    if needed_s[closest] <= limit_s:
         return (
             f"no parallelism meets {_describe_objectives(problem)} at a rate that brings {LEAST_REQUESTS} requests "
-            f"into runs of {problem.duration_s:g} s; longer ones show lower rates"
+            f"into runs of {problem.duration_s or MOST_DURATION_S:g} s; longer ones show lower rates"
         )
     return (
         f"no parallelism meets {_describe_objectives(problem)} at any rate; TP {closest.tensor} PP {closest.pipeline} "
