@@ -19,6 +19,7 @@ COMMANDS = {
     "down": "Stops a cluster.",
     "demo": "Shows in a minute what Sluice does: placement, moves, a live slider, a killed engine.",
     "plan": "Plans sliders for the requests of a trace: of MANIFEST within its bounds, or of flags.",
+    "parallelism": "Finds tensor and pipeline parallelism for prefills and for decodes.",
     "bench": "Compares strategies in the simulator, on your requests or on pinned ones.",
     "simulate": "Simulates a cluster on a trace: of MANIFEST, of flags, or of a manifest that flags change.",
 }

@@ -11,6 +11,7 @@ from tuner_harness import APPLY, BOUNDS, make_answer, make_question, make_sample
 from sluice.v1 import control_pb2
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
+from sluice_core.planning.workload_shift import SHIFT_RATIO, MeanEstimate
 from sluice_core.records import IterationShape, Role
 from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
 from sluice_core.sim.sim_setup import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS
@@ -40,9 +41,7 @@ from sluice_operator.autotune.workload import (
     MAX_REQUESTS,
     MIN_REQUESTS,
     SAMPLE_GROWTH,
-    SHIFT_RATIO,
     WINDOW_S,
-    MeanEstimate,
     WorkloadSample,
     read_workload,
 )

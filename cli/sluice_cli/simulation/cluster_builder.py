@@ -64,13 +64,8 @@ def make_routers(settings: SimulationSettings) -> tuple[RouterSetup, ...]:
 def build_engines(spec: ClusterSpec) -> list[EngineSetup]:
     """Builds the engines: P-heavy ones first."""
     settings = spec.settings
-    target = _load(spec.model, spec.gpu, spec.tensor_parallel, settings.profile, settings.host_iteration_s)
-    speed = LINKS[settings.link]
-    speed = LinkSpeed(
-        bytes_per_s=settings.link_bytes_per_s or speed.bytes_per_s,
-        latency_s=speed.latency_s if settings.link_latency_s is None else settings.link_latency_s,
-    )
-    link = TransferLink(name="shared" if settings.link_shared else "", speed=speed)
+    target = load_model(spec.model, spec.gpu, spec.tensor_parallel, settings)
+    link = TransferLink(name="shared" if settings.link_shared else "", speed=make_link_speed(settings))
     return [
         EngineSetup(
             engine_id=EngineId(f"{role.value[0].lower()}{number}"),
@@ -90,9 +85,36 @@ def build_engines(spec: ClusterSpec) -> list[EngineSetup]:
     ]
 
 
+def make_link_speed(settings: SimulationSettings) -> LinkSpeed:
+    """Makes the speed of the links that KV moves over."""
+    speed = LINKS[settings.link]
+    return LinkSpeed(
+        bytes_per_s=settings.link_bytes_per_s or speed.bytes_per_s,
+        latency_s=speed.latency_s if settings.link_latency_s is None else settings.link_latency_s,
+    )
+
+
+def load_model(
+    model: str, gpu: str, tensor_parallel: int, settings: SimulationSettings, pipeline_parallel: int = 1
+) -> ModelOnGpu:
+    """Loads a model on the GPUs of an engine, once per process.
+
+    Raises:
+        UnknownModelError: There is no such profile.
+    """
+    return _load(model, gpu, tensor_parallel, pipeline_parallel, settings.profile, settings.host_iteration_s)
+
+
 @cache
-def _load(
-    model: str, gpu: str, tensor_parallel: int, kind: ProfileKind | None, host_iteration_s: float | None
+def _load(  # noqa: PLR0917 - the key of a cache
+    model: str,
+    gpu: str,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    kind: ProfileKind | None,
+    host_iteration_s: float | None,
 ) -> ModelOnGpu:
     assumptions = Assumptions() if host_iteration_s is None else Assumptions(host_iteration_s=host_iteration_s)
-    return load_model_on_gpu(model, gpu, tensor_parallel, kind=kind, assumptions=assumptions)
+    return load_model_on_gpu(
+        model, gpu, tensor_parallel, pipeline_parallel=pipeline_parallel, kind=kind, assumptions=assumptions
+    )

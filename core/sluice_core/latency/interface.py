@@ -14,6 +14,10 @@ class UnknownModelError(ValueError):
     """A model, a GPU or a link has no profile; the message lists the known ones."""
 
 
+class ModelTooLargeError(UnknownModelError):
+    """A model's weights do not fit into the memory of the GPUs."""
+
+
 class PrefillCoefficients(NamedTuple):
     """Closed form of a prefill beside a given decode batch.
 

@@ -196,11 +196,12 @@ class ModelOnGpu:
     Args:
         model: Its name.
         gpu: Name of the GPU.
-        tensor_parallel: GPUs of the engine.
+        tensor_parallel: GPUs that share each layer.
         weight_bytes: Weights, over all of the engine's GPUs.
         kv_bytes_per_token: KV cache of a token, over all of the engine's GPUs.
         kv_capacity_tokens: Tokens that the engine's KV cache holds.
-        profile: How long an iteration takes.
+        profile: How long an iteration takes, in one stage.
+        pipeline_parallel: Stages of equal layers.
     """
 
     model: str
@@ -210,3 +211,4 @@ class ModelOnGpu:
     kv_bytes_per_token: int
     kv_capacity_tokens: int
     profile: IterationProfile
+    pipeline_parallel: int = 1

@@ -22,9 +22,14 @@ from sluice_core.latency.iteration_time import (
 from sluice_core.latency.kernels import NS, Kernels, interpolate, load_data, load_kernels
 from sluice_core.latency.known_gpus import find_gpu
 from sluice_core.latency.known_models import find_architecture, find_model
-from sluice_core.latency.kv_capacity import compute_kv_bytes_per_token, compute_kv_capacity_tokens
+from sluice_core.latency.kv_capacity import (
+    compute_free_bytes,
+    compute_kv_bytes_per_token,
+    compute_kv_capacity_tokens,
+)
 from sluice_core.latency.least_squares import fit_times
 from sluice_core.latency.model_architecture import BYTES_PER_VALUE, Architecture, check_tensor_parallel
+from sluice_core.latency.pipeline_stages import check_pipeline_parallel, make_stage_profile
 
 TABLE_TOKENS = 16_384
 
@@ -76,6 +81,7 @@ def load_model_on_gpu(
     gpu: str,
     tensor_parallel: int = 1,
     *,
+    pipeline_parallel: int = 1,
     kind: ProfileKind | None = None,
     assumptions: Assumptions = DEFAULT_ASSUMPTIONS,
 ) -> ModelOnGpu:
@@ -84,26 +90,32 @@ def load_model_on_gpu(
     Args:
         model: A name of ``MODELS``, or the path of a config.json or of the folder that holds it.
         gpu: A name of ``GPUS``.
-        tensor_parallel: GPUs that share an engine.
+        tensor_parallel: GPUs that share each layer.
+        pipeline_parallel: Stages of equal layers, each on GPUs of its own.
         kind: Where the profile comes from; ``distserve`` for OPT-13B and ``kernels`` for all others when absent.
         assumptions: What is not measured.
 
     Raises:
         UnknownModelError: There is no such profile; lists the known names.
+        ModelTooLargeError: The weights do not fit into the GPUs.
     """
     gpu = find_gpu(gpu)
     name, shape = find_model(model)
     check_tensor_parallel(name, shape, tensor_parallel)
+    check_pipeline_parallel(name, shape.num_layers, pipeline_parallel)
     kind = kind or (ProfileKind.KERNELS if shape.has_gated_mlp else ProfileKind.DISTSERVE)
     kernels = _load_kernels(gpu)
     kv_bytes_per_token = compute_kv_bytes_per_token(shape, tensor_parallel)
-    kv_capacity_tokens = compute_kv_capacity_tokens(shape, kernels.memory_bytes, tensor_parallel)
+    kv_capacity_tokens = compute_kv_capacity_tokens(shape, kernels.memory_bytes, tensor_parallel, pipeline_parallel)
     if kind is ProfileKind.KERNELS:
         profile = build_kernel_profile(shape, kernels, tensor_parallel, assumptions)
     elif kind is ProfileKind.VIDUR:
         profile = build_vidur_profile(name, gpu, tensor_parallel)
     else:
         profile, kv_capacity_tokens = build_distserve_profile(name, gpu, tensor_parallel)
+        more_bytes = compute_free_bytes(kernels.memory_bytes, (pipeline_parallel - 1) * tensor_parallel)
+        kv_capacity_tokens += int(more_bytes / kv_bytes_per_token)
+    host_iteration_s = assumptions.host_iteration_s if kind is ProfileKind.KERNELS else 0.0
     return ModelOnGpu(
         model=name,
         gpu=gpu,
@@ -111,7 +123,8 @@ def load_model_on_gpu(
         weight_bytes=shape.compute_weight_bytes(),
         kv_bytes_per_token=kv_bytes_per_token,
         kv_capacity_tokens=kv_capacity_tokens,
-        profile=profile,
+        profile=make_stage_profile(profile, pipeline_parallel, host_iteration_s),
+        pipeline_parallel=pipeline_parallel,
     )
 
 

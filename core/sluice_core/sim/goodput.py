@@ -67,7 +67,7 @@ def search_goodput(
 
 
 def bisect_rate(attempt: Callable[[float], RunSummary | None], start_rps: float) -> GoodputRun:
-    """Search the highest rate at which ``attempt`` passes: down until it does, up until it does not, then between.
+    """Search the highest rate at which ``attempt`` passes, and keep its summary there.
 
     Args:
         attempt: Runs at a rate; returns None when it fails.
@@ -76,32 +76,52 @@ def bisect_rate(attempt: Callable[[float], RunSummary | None], start_rps: float)
     Raises:
         NoGoodputError: No rate passes.
     """
-    rate_rps = start_rps
-    summary = attempt(rate_rps)
-    fails_at_rps = math.inf
-    for _ in range(_MOST_STEPS):
+    passed: list[RunSummary] = []
+
+    def passes(rate_rps: float) -> bool:
+        summary = attempt(rate_rps)
         if summary is not None:
+            passed.append(summary)
+        return summary is not None
+
+    rate_rps = find_highest_rate(passes, start_rps)
+    return GoodputRun(rate_rps=rate_rps, summary=passed[-1])
+
+
+def find_highest_rate(passes: Callable[[float], bool], start_rps: float) -> float:
+    """Find the highest rate that passes, to ``GOODPUT_PRECISION``; it is the last one that did.
+
+    Down until a rate passes, up until one does not, then between.
+
+    Args:
+        passes: Says whether a rate passes.
+        start_rps: Where to begin.
+
+    Raises:
+        NoGoodputError: No rate passes.
+    """
+    rate_rps, fails_at_rps = start_rps, math.inf
+    for _ in range(_MOST_STEPS):
+        if passes(rate_rps):
             break
         fails_at_rps = rate_rps
         rate_rps /= 2
-        summary = attempt(rate_rps)
-    if summary is None:
-        raise NoGoodputError(f"not even {rate_rps:.3g} requests/s pass")
-    best = GoodputRun(rate_rps=rate_rps, summary=summary)
+    else:
+        if not passes(rate_rps):
+            raise NoGoodputError(f"not even {rate_rps:.3g} requests/s pass")
+    best_rps = rate_rps
     for _ in range(_MOST_STEPS):
         if fails_at_rps < math.inf:
             break
-        rate_rps = best.rate_rps * _GROWTH
-        summary = attempt(rate_rps)
-        if summary is None:
-            fails_at_rps = rate_rps
+        rate_rps = best_rps * _GROWTH
+        if passes(rate_rps):
+            best_rps = rate_rps
         else:
-            best = GoodputRun(rate_rps=rate_rps, summary=summary)
-    while fails_at_rps / best.rate_rps > 1.0 + GOODPUT_PRECISION:
-        rate_rps = math.sqrt(best.rate_rps * fails_at_rps)
-        summary = attempt(rate_rps)
-        if summary is None:
             fails_at_rps = rate_rps
+    while fails_at_rps / best_rps > 1.0 + GOODPUT_PRECISION:
+        rate_rps = math.sqrt(best_rps * fails_at_rps)
+        if passes(rate_rps):
+            best_rps = rate_rps
         else:
-            best = GoodputRun(rate_rps=rate_rps, summary=summary)
-    return best
+            fails_at_rps = rate_rps
+    return best_rps

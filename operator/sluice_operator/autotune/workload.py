@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from sluice_core.planning.workload_shift import WorkloadMeans, estimate_means, find_shifts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -17,31 +17,8 @@ WINDOW_S = 300.0
 MAX_REQUESTS = 1024
 # Fewer say too little about lengths.
 MIN_REQUESTS = 30
-# A mean length, or the rate, that differs by more than this share, and by more than chance, is a shift.
-SHIFT_RATIO = 1.25
-_CHANCE = 2.0  # standard errors
 # A search on a small sample is made again once there are so many times as many requests.
 SAMPLE_GROWTH = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeanEstimate:
-    """A mean and its standard error.
-
-    Args:
-        mean: The mean.
-        error: Its relative standard error.
-    """
-
-    mean: float
-    error: float
-
-    def differs(self, other: MeanEstimate) -> bool:
-        """Whether two differ by more than ``SHIFT_RATIO`` and chance together."""
-        if self.mean <= 0.0 or other.mean <= 0.0:
-            return self.mean != other.mean
-        chance = _CHANCE * math.hypot(self.error, other.error)
-        return abs(math.log(self.mean / other.mean)) > math.log(SHIFT_RATIO) + chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +34,9 @@ class WorkloadSample:
     rate_rps: float
 
     @property
-    def means(self) -> tuple[MeanEstimate, MeanEstimate, MeanEstimate]:
+    def means(self) -> WorkloadMeans:
         """Rate, prompt length, output length."""
-        return (
-            MeanEstimate(mean=self.rate_rps, error=1.0 / math.sqrt(len(self.rows))),
-            _estimate_mean([row[0] for row in self.rows]),
-            _estimate_mean([row[1] for row in self.rows]),
-        )
+        return estimate_means([row[0] for row in self.rows], [row[1] for row in self.rows], self.rate_rps)
 
 
 def read_workload(statuses: Iterable[control_pb2.GetStatusResponse]) -> WorkloadSample | None:
@@ -85,8 +58,8 @@ def read_workload(statuses: Iterable[control_pb2.GetStatusResponse]) -> Workload
 
 
 def has_shifted(old: WorkloadSample, new: WorkloadSample) -> bool:
-    """Whether the rate or the mean lengths differ beyond ``SHIFT_RATIO`` and chance."""
-    return any(before.differs(after) for before, after in zip(old.means, new.means, strict=True))
+    """Whether the rate or the mean lengths differ by more than chance (``find_shifts``)."""
+    return bool(find_shifts(old.means, new.means))
 
 
 def _take_newest(
@@ -104,8 +77,3 @@ def _take_newest(
         if sample.output_tokens and sample.prompt_tokens:
             newest.append(sample)
     return newest, span_s
-
-
-def _estimate_mean(values: Sequence[int]) -> MeanEstimate:
-    mean = statistics.fmean(values)
-    return MeanEstimate(mean=mean, error=statistics.pstdev(values) / mean / math.sqrt(len(values)))
