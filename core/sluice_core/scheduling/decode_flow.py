@@ -29,7 +29,7 @@ _DECODE_HEAVY: Final = Role.DECODE_HEAVY
 _MAX_DOUBLINGS: Final = 8  # beyond the longest back-off, and far from overflow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(init=False, slots=True, kw_only=True)
 class FlowRequest:
     """A request that needs a target.
 
@@ -43,13 +43,32 @@ class FlowRequest:
         planned_target: Where its next part was planned to run; None: it has none.
     """
 
-    request_id: RequestId
-    cause: MoveCause
-    source: EngineId
-    num_blocks: int
-    tpot_slo_s: float = math.inf
-    excluded: frozenset[EngineId] = frozenset()
-    planned_target: EngineId | None = None
+    request_id: Final[RequestId]
+    cause: Final[MoveCause]
+    source: Final[EngineId]
+    num_blocks: Final[int]
+    tpot_slo_s: Final[float]
+    excluded: Final[frozenset[EngineId]]
+    planned_target: Final[EngineId | None]
+
+    def __init__(
+        self,
+        *,
+        request_id: RequestId,
+        cause: MoveCause,
+        source: EngineId,
+        num_blocks: int,
+        tpot_slo_s: float = math.inf,
+        excluded: frozenset[EngineId] = frozenset(),
+        planned_target: EngineId | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.cause = cause
+        self.source = source
+        self.num_blocks = num_blocks
+        self.tpot_slo_s = tpot_slo_s
+        self.excluded = excluded
+        self.planned_target = planned_target
 
 
 class FlowPolicy:

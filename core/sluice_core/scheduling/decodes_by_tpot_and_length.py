@@ -320,7 +320,13 @@ class DecodeSet:
 
     def list_prefilled_here(self, limit: int) -> list[Decode]:
         """List at most ``limit`` ranked decodes that were prefilled here, oldest first."""
-        return [decode for decode, _ in zip(self._prefilled_here.values(), range(limit), strict=False)]
+        found: list[Decode] = []
+        if self._prefilled_here:
+            for decode in self._prefilled_here.values():
+                if len(found) >= limit:
+                    break
+                found.append(decode)
+        return found
 
     def take_new_here(self, limit: int) -> list[Decode]:
         """List at most ``limit`` decodes that were prefilled here, newest first, each once."""
