@@ -180,7 +180,7 @@ class Place:
         self.route = route
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(init=False, slots=True, kw_only=True)
 class Hold:
     """Decision: the router keeps the request and asks again.
 
@@ -191,8 +191,12 @@ class Hold:
             the TTFT objective).
     """
 
-    request_id: RequestId
-    reason: str
+    request_id: Final[RequestId]
+    reason: Final[str]
+
+    def __init__(self, *, request_id: RequestId, reason: str) -> None:
+        self.request_id = request_id
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
