@@ -79,8 +79,8 @@ def test_closed_form_of_a_prefill_is_never_too_low_and_exact_for_full_iterations
         num_decodes=decodes,
         decode_context_tokens=contexts,
     )
-    token_s, work_s, iteration_s = PROFILE.compute_prefill_coefficients(decodes, contexts, room)
-    closed_s = token_s * tokens + work_s * work + math.ceil(tokens / room) * iteration_s
+    found = PROFILE.compute_prefill_coefficients(decodes, contexts, room)
+    closed_s = found.per_token_s * tokens + found.per_work_s * work + math.ceil(tokens / room) * found.per_iteration_s
     if tokens % room == 0:
         assert closed_s == pytest.approx(estimate_s)
     # A row holds eight tokens: by so much the secant may fall short of a step.

@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,7 @@ def list_figures(model):
                 decode_context_tokens=context,
             )
         )
-        figures += model.compute_prefill_coefficients(decodes, context, room)
+        figures += astuple(model.compute_prefill_coefficients(decodes, context, room))
     return [*figures, model.num_observations, model.relative_error]
 
 

@@ -8,6 +8,7 @@ import itertools
 import random
 from statistics import fmean
 
+from sluice_core.latency import PrefillCoefficients
 from sluice_core.records import EngineId, PrefillRequest, RequestId, Role, Slo
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
@@ -33,7 +34,7 @@ class LinearModel:
         """Learns nothing."""
 
     def compute_prefill_coefficients(self, num_decodes, decode_context_tokens, room_tokens):
-        return TOKEN_S, 0.0, 0.0
+        return PrefillCoefficients(TOKEN_S, 0.0, 0.0)
 
     def estimate_prefill_s(self, *, tokens, **_rest):
         return tokens * TOKEN_S

@@ -5,7 +5,8 @@ More work never takes less time in any of them.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from sluice_core.records import IterationShape
 
@@ -18,16 +19,24 @@ class ModelTooLargeError(UnknownModelError):
     """A model's weights do not fit into the memory of the GPUs."""
 
 
-class PrefillCoefficients(NamedTuple):
+@dataclass(init=False, slots=True)
+class PrefillCoefficients:
     """Closed form of a prefill beside a given decode batch.
 
     A prefill of p tokens with w token pairs of attention work and room r takes
     ``per_token_s * p + per_work_s * w + ceil(p / r) * per_iteration_s``.
+
+    Each report needs one, so it has its own constructor, as the records of each request (``records``).
     """
 
-    per_token_s: float
-    per_work_s: float
-    per_iteration_s: float
+    per_token_s: Final[float]
+    per_work_s: Final[float]
+    per_iteration_s: Final[float]
+
+    def __init__(self, per_token_s: float, per_work_s: float, per_iteration_s: float) -> None:
+        self.per_token_s = per_token_s
+        self.per_work_s = per_work_s
+        self.per_iteration_s = per_iteration_s
 
 
 class LatencyModel(Protocol):

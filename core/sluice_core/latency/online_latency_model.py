@@ -148,14 +148,12 @@ class OnlineLatencyModel:
             return 0.0
         if room_tokens <= 0:
             return math.inf
-        per_token_s, per_work_s, per_iteration_s = self.compute_prefill_coefficients(
-            num_decodes, decode_context_tokens, room_tokens
-        )
+        coefficients = self.compute_prefill_coefficients(num_decodes, decode_context_tokens, room_tokens)
         shared_chunks = max(0, num_prompts - 1)  # each further prompt adds a chunk to an iteration that runs anyway
         return (
-            per_token_s * tokens
-            + per_work_s * attention_work
-            + -(-tokens // room_tokens) * per_iteration_s
+            coefficients.per_token_s * tokens
+            + coefficients.per_work_s * attention_work
+            + -(-tokens // room_tokens) * coefficients.per_iteration_s
             + shared_chunks * self._coefficients[3]
         )
 

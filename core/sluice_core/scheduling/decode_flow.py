@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,7 +28,7 @@ _DECODE_HEAVY: Final = Role.DECODE_HEAVY
 _MAX_DOUBLINGS: Final = 8  # beyond the longest back-off, and far from overflow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(init=False, slots=True, kw_only=True)
 class FlowRequest:
     """A request that needs a target.
 
@@ -43,13 +42,32 @@ class FlowRequest:
         planned_target: Where its next part was planned to run; None: it has none.
     """
 
-    request_id: RequestId
-    cause: MoveCause
-    source: EngineId
-    num_blocks: int
-    tpot_slo_s: float = math.inf
-    excluded: frozenset[EngineId] = frozenset()
-    planned_target: EngineId | None = None
+    request_id: Final[RequestId]
+    cause: Final[MoveCause]
+    source: Final[EngineId]
+    num_blocks: Final[int]
+    tpot_slo_s: Final[float]
+    excluded: Final[frozenset[EngineId]]
+    planned_target: Final[EngineId | None]
+
+    def __init__(
+        self,
+        *,
+        request_id: RequestId,
+        cause: MoveCause,
+        source: EngineId,
+        num_blocks: int,
+        tpot_slo_s: float = math.inf,
+        excluded: frozenset[EngineId] = frozenset(),
+        planned_target: EngineId | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.cause = cause
+        self.source = source
+        self.num_blocks = num_blocks
+        self.tpot_slo_s = tpot_slo_s
+        self.excluded = excluded
+        self.planned_target = planned_target
 
 
 class FlowPolicy:
@@ -208,22 +226,24 @@ class FlowPolicy:
 
         Room is physical on D-heavy engines; on P-heavy ones it ends at the watermark.
         """
+        source, excluded, num_blocks = engines.peek(request.source), request.excluded, request.num_blocks
+        watermark = self.parameters.watermark
         found = []
         for state in engines.list_loads():
             if role is not None and state.role is not role:
                 continue
-            share = self.parameters.watermark if state.role is _PREFILL_HEAVY else 1.0
+            share = watermark if state.role is _PREFILL_HEAVY else 1.0
             if (
-                state.engine_id != request.source
+                state is not source
                 and not state.is_draining
-                and state.engine_id not in request.excluded
-                and state.committed_kv_blocks + request.num_blocks <= share * state.load.kv_blocks_total
+                and not (excluded and state.engine_id in excluded)
+                and state.committed_kv_blocks + num_blocks <= share * state.load.kv_blocks_total
                 and state.num_committed_seqs + 1 <= share * state.config.max_num_seqs
             ):
                 found.append(state)
         return found
 
-    def _pick_least_used(self, states: Iterable[EngineState]) -> EngineId | None:
+    def _pick_least_used(self, states: list[EngineState]) -> EngineId | None:
         """Pick the engine with the smallest share of its KV blocks committed; at random among equals."""
         least, best = 2.0, list[EngineId]()
         for state in states:

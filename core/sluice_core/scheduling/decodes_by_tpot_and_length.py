@@ -19,7 +19,7 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final
 
 from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
@@ -310,17 +310,25 @@ class DecodeSet:
             self._alpha = alpha
             self._rebuild_tpot_order()
 
-    def list_recently_moved(self) -> Iterator[Decode]:
-        """Iterate over decodes that came by a move fewer than ``min_tokens`` tokens ago."""
-        return (
+    def list_recently_moved(self) -> list[Decode]:
+        """List decodes that came by a move fewer than ``min_tokens`` tokens ago."""
+        if not self._recently_moved:
+            return []
+        return [
             decode
             for decode in self._recently_moved
             if not decode.has_left and not decode.is_ranked and decode.proposed_blocks is None
-        )
+        ]
 
     def list_prefilled_here(self, limit: int) -> list[Decode]:
         """List at most ``limit`` ranked decodes that were prefilled here, oldest first."""
-        return [decode for decode, _ in zip(self._prefilled_here.values(), range(limit), strict=False)]
+        found: list[Decode] = []
+        if self._prefilled_here:
+            for decode in self._prefilled_here.values():
+                if len(found) >= limit:
+                    break
+                found.append(decode)
+        return found
 
     def take_new_here(self, limit: int) -> list[Decode]:
         """List at most ``limit`` decodes that were prefilled here, newest first, each once."""

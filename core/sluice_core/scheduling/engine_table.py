@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator
-from typing import Final
+from typing import Any, Final
 
 from sluice_core.kv_blocks import blocks_for_tokens
 from sluice_core.latency import (
@@ -339,17 +339,15 @@ class EngineTable:
         rate = self.pull_bytes_per_s or DEFAULT_TRANSFER_BYTES_PER_S
         available_blocks = load.kv_blocks_total - state.committed_kv_blocks - state.reserved_kv_blocks
         num_decodes, context_tokens = self._find_decodes_beside(state)
-        per_token_s, per_work_s, per_iteration_s = state.latency.compute_prefill_coefficients(
-            num_decodes, context_tokens, state.room_tokens
-        )
+        prefill = state.latency.compute_prefill_coefficients(num_decodes, context_tokens, state.room_tokens)
         return EngineView(
             engine_id=state.engine_id,
             role=state.role,
             queued_prefill_tokens=state.queued_prefill_tokens,
             free_at_s=state.free_at_s,
-            per_token_s=per_token_s,
-            per_work_s=per_work_s,
-            per_iteration_s=per_iteration_s,
+            per_token_s=prefill.per_token_s,
+            per_work_s=prefill.per_work_s,
+            per_iteration_s=prefill.per_iteration_s,
             room_tokens=state.room_tokens,
             available_tokens=available_blocks * state.config.block_size_tokens,
             available_seqs=state.config.max_num_seqs
@@ -376,7 +374,7 @@ class EngineTable:
             return
         rank = 0 if self._has_uniform_chunk_size or state.role is Role.PREFILL_HEAVY else 1
         token_s = view.per_token_s + view.transfer_per_token_s
-        state.entry = (
+        entry: Any = (  # a plain object: as an ``Entry`` it would be taken apart and put together at each use
             view.queued_prefill_tokens + (SHARE_MARGIN_TOKENS if view.is_of_others else 0),
             rank,
             state.number,
@@ -390,12 +388,14 @@ class EngineTable:
             view.transfer_latency_s,
             view,
         )
-        insort(self._order, state.entry)
+        state.entry = entry
+        insort(self._order, entry)
 
     def _remove_view(self, state: EngineState) -> None:
         """Remove an engine from wherever it stands."""
-        if state.entry is not None:
-            del self._order[bisect_left(self._order, state.entry)]
+        entry: Any = state.entry  # see ``_publish_view``
+        if entry is not None:
+            del self._order[bisect_left(self._order, entry)]
             state.entry = None
         elif state.view is not None:
             del self._blocked[state.engine_id]

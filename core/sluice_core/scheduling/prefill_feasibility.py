@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from sluice_core.latency import compute_attention_work
 from sluice_core.records import EngineId, Hold, Place, PrefillRequest
@@ -16,18 +16,6 @@ from sluice_core.scheduling.engine_table import RECOVERY_BURST_S, EngineTable
 from sluice_core.strategy_parameters import EarlyRejection
 
 _INFINITY: Final = math.inf  # looking it up in the module costs as much as a few engines of the walk
-
-
-class Walk(NamedTuple):
-    """Result of a walk: positions among the candidates, -1 for none.
-
-    Args:
-        feasible: The first feasible one.
-        least_late: When there is none: of those with enough KV blocks, the one where the request would be done first.
-    """
-
-    feasible: int
-    least_late: int
 
 
 class AssignPass:
@@ -98,11 +86,15 @@ class AssignPass:
         is_full = any(view.blocked_reason == "room" for view in self.engines.blocked.values())
         return "room" if is_full else "no_engine"
 
-    def walk(self, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float) -> Walk:
+    def walk(self, request: PrefillRequest, candidates: Sequence[Entry], deadline_s: float) -> tuple[int, int]:
         """Find the first feasible engine (TaiChi, section 3.4, Algorithm 2, lines 2 to 9).
 
         The hot loop: it repeats ``estimate_done_s`` in place, and only where a bound from below, which needs half the
         arithmetic, does not already exclude the engine.
+
+        Returns:
+            Positions among the candidates, -1 for none: the first feasible one; and, when there is none, of those with
+            enough KV blocks the one where the request would be done first.
         """
         now, tokens = self.now, request.prompt_tokens
         least_late, least_late_s = -1, _INFINITY  # an infeasible engine is done at the deadline or later
@@ -132,10 +124,10 @@ class AssignPass:
             num_iterations = -(-tokens // room_tokens)
             done_s = start_s + tokens * (token_s + square_s * tokens) + num_iterations * iteration_s + latency_s
             if done_s < deadline_s:  # line 6: Q + E + T < the TTFT SLO
-                return Walk(position, -1)
+                return position, -1
             if done_s < least_late_s:
                 least_late, least_late_s = position, done_s
-        return Walk(-1, least_late)
+        return -1, least_late
 
     def find_least_late(self, request: PrefillRequest, candidates: Sequence[Entry]) -> int:
         """Find where a prompt with cached tokens would be done first; -1 when none has the KV blocks."""

@@ -131,11 +131,11 @@ class LengthAwarePlacement:
         candidates = assign_pass.list_candidates(request)
         # Lines 1 to 11: in ascending order of queued prefill tokens the first feasible engine is the arg min of line
         # 11.
-        found = assign_pass.walk(request, candidates, deadline_s)
+        feasible, least_late = assign_pass.walk(request, candidates, deadline_s)
         entry: Entry | None = None
-        if found.feasible >= 0:
+        if feasible >= 0:
             # Line 12. The paper does not say which of equal queues is taken; see ``_break_tie``.
-            entry = self._break_tie(assign_pass, request, candidates, found.feasible, deadline_s)
+            entry = self._break_tie(assign_pass, request, candidates, feasible, deadline_s)
         if request.cached_tokens:
             entry = find_cached(assign_pass, request, deadline_s, entry) or entry
         if entry is not None:
@@ -146,7 +146,6 @@ class LengthAwarePlacement:
         rejected = reject_late(assign_pass, request, candidates, deadline_s)
         if rejected is not None:
             return rejected
-        least_late = found.least_late
         if request.cached_tokens:
             least_late = assign_pass.find_least_late(request, candidates)
         if least_late < 0:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from heapq import heappush
 from typing import Final
 
-from sluice_core.records import EngineId, MoveCause, RequestId
+from sluice_core.records import EngineId, MoveCause
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.splitting.output_lengths import KnownLengths, NoisyLengths, OutputLengths
@@ -221,18 +221,18 @@ class SimCluster:
         raise NotImplementedError
 
     def find_target(
-        self, request_id: RequestId, cause: MoveCause, source: SimEngine, num_blocks: int
+        self, request: SimRequest, cause: MoveCause, source: SimEngine, num_blocks: int
     ) -> SimEngine | None:
         """Ask the strategy where a request may go; None: it stays."""
-        router = self.routers.of_request(int(request_id))
+        router = self.routers.of_request(request.index)
         self._report_loads(router)
         flow_request = FlowRequest(
-            request_id=request_id,
+            request_id=request.request_id,
             cause=cause,
             source=source.engine_id,
             num_blocks=num_blocks,
-            tpot_slo_s=self.requests[int(request_id)].tpot_slo_s,
-            planned_target=self.requests[int(request_id)].planned_target,
+            tpot_slo_s=request.tpot_slo_s,
+            planned_target=request.planned_target,
         )
         target_id = router.policy.target(self.now, flow_request, router.table)
         if target_id is None:

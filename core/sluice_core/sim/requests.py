@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
-from sluice_core.records import EngineId, PrefillRequest, RequestId
+from sluice_core.records import NOTHING_CACHED, EngineId, PrefillRequest, RequestId
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.sim_setup import Arrival
@@ -174,7 +174,7 @@ class SimRequest:
             return False
         return is_tpot_met(self.tpot_s, self.tpot_slo_s)
 
-    def describe_prefill(self, cached_tokens: Mapping[EngineId, int] | None = None) -> PrefillRequest:
+    def describe_prefill(self, cached_tokens: Mapping[EngineId, int] = NOTHING_CACHED) -> PrefillRequest:
         """Describe what is to be computed to the placement policy.
 
         Args:
@@ -188,7 +188,7 @@ class SimRequest:
             priority=self.priority,
             is_recovery=self.first_token_s >= 0.0,
             next_token_due_s=self.first_token_s + self.tpot_slo_s * self.generated_tokens,
-            cached_tokens={} if cached_tokens is None else cached_tokens,
+            cached_tokens=cached_tokens,
         )
 
 

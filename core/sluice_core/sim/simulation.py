@@ -415,15 +415,16 @@ class Simulation(ChangingCluster):
 
     def _move(self, engine: SimEngine, proposal: MoveProposal) -> bool:
         """Move a request if there is a target; returns whether it left the decode batch."""
-        grants = self._grants_of(self.requests[int(proposal.request_id)])
+        request = self.requests[int(proposal.request_id)]
+        grants = self._grants_of(request)
         must_wait = self._waits_for_grant and grants.has_targets and proposal.cause is MoveCause.PREFILL_DONE
         target = None
         if not (must_wait and len(grants)):
-            target = self.find_target(proposal.request_id, proposal.cause, engine, proposal.num_blocks)
+            target = self.find_target(request, proposal.cause, engine, proposal.num_blocks)
         if target is None and not must_wait:
             self.num_blocked_moves += 1
             return False
-        request = engine.hand_off(proposal.request_id, self.now)
+        engine.hand_off(proposal.request_id, self.now)
         request.source = engine.engine_id
         if proposal.cause is MoveCause.BACKFLOW:
             request.reset_tokens = request.generated_tokens

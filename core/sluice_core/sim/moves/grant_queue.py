@@ -53,8 +53,9 @@ class GrantQueue:
         Args:
             at_boundary: An engine that is between two iterations.
         """
-        if self._waiting:
-            self.forget_placed()
+        if not self._waiting:
+            return
+        self.forget_placed()
         for request in list(self._waiting.values()):
             if request.is_leaving or request.state is not RequestState.PARKED:
                 continue
@@ -64,7 +65,7 @@ class GrantQueue:
                 self._stay(request, source)  # the plan has changed, or the decode engines have died
                 continue
             cause = MoveCause.PREFILL_DONE
-            target = self._cluster.find_target(request.request_id, cause, source, request.num_blocks)
+            target = self._cluster.find_target(request, cause, source, request.num_blocks)
             if target is None:
                 return
             if self._hand_offs is None:

@@ -189,7 +189,7 @@ class SimHandOffs:
         request = cluster.requests[int(proposal.request_id)]
         if request.is_leaving:
             return
-        target = cluster.find_target(proposal.request_id, proposal.cause, source, proposal.num_blocks)
+        target = cluster.find_target(request, proposal.cause, source, proposal.num_blocks)
         if target is None:
             cluster.num_blocked_moves += 1
             return
