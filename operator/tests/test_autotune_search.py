@@ -36,7 +36,7 @@ from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 from sluice_operator.autotune.search_process import SearchError, SearchRunner
 from sluice_operator.autotune.tuner import apply_sliders
 from sluice_operator.autotune.workload import WorkloadSample, has_shifted, read_workload
-from sluice_router.scheduling.limits import SchedulingLimits
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 
 def make_status(samples: list[control_pb2.RequestSample], **engine: object) -> control_pb2.GetStatusResponse:

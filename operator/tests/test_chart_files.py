@@ -26,9 +26,9 @@ from sluice_operator.kubernetes.rbac import LEASE_RULES, NODE_RULES, RULES
 from sluice_operator.metrics import CONDITION_LABELS, OperatorMetrics
 from sluice_operator.settings import OperatorSettings
 from sluice_router.api.edge_metrics import EdgeMetrics
-from sluice_router.scheduling.limits import SchedulingLimits
 from sluice_router.scheduling.state import RouterState
 from sluice_router.scheduling.status.gauges import RouterCollector
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -14,10 +14,10 @@ from fake_engine import FakeCore, expected_output, make_plan, make_rng
 
 from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_core.records import RequestId
-from sluice_router.scheduling.limits import SchedulingLimits
 from sluice_router.scheduling.requests import NewRequest, ResponseStream
 from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,7 +18,7 @@ from sluice_router.errors import (
     ShuttingDownError,
     SloInfeasibleError,
 )
-from sluice_router.scheduling.limits import SchedulingLimits
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 from sluice_router.settings import load_profile
 
 ONE = {"d0": "D"}

@@ -10,7 +10,7 @@ from fake_engine import make_plan
 from test_kept_prefills import make_harness as make_disaggregated_harness
 from test_migration import start_on
 
-from sluice_router.scheduling.limits import SchedulingLimits
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 PD = {"p0": "P", "d0": "D"}
 TWO = {"d0": "D", "d1": "D"}

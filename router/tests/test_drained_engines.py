@@ -8,7 +8,7 @@ from fake_engine import make_plan
 from migration_harness import PDD, TWO, check_end, start_on
 
 from sluice.v1 import control_pb2, engine_pb2
-from sluice_router.scheduling.limits import SchedulingLimits
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 
 def test_engine_with_a_submit_on_the_way_is_not_drained():

@@ -31,8 +31,8 @@ from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId, RequestId
 from sluice_core.strategies import STRATEGIES
 from sluice_router.errors import NoEngineError, PlanRefusedError, RouterError
-from sluice_router.scheduling.limits import SchedulingLimits
 from sluice_router.scheduling.requests import NewRequest
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

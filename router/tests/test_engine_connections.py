@@ -17,9 +17,9 @@ from sluice.v1 import control_pb2, control_pb2_grpc, engine_pb2
 from sluice_router.api.control_service import ControlService
 from sluice_router.engines import engine_connections
 from sluice_router.engines.engine_connections import EngineConnections
-from sluice_router.scheduling.limits import SchedulingLimits
 from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

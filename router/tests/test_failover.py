@@ -9,7 +9,7 @@ from fake_engine import expected_output, make_plan
 
 from sluice.v1 import control_pb2, engine_pb2, sampling_pb2
 from sluice_router.errors import EngineFaultError, NoEngineError
-from sluice_router.scheduling.limits import SchedulingLimits
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 THREE = {"d0": "D", "d1": "D", "d2": "D"}
 

@@ -13,7 +13,7 @@ from fake_engine import expected_output, make_plan
 
 from sluice_router.api.http.http_api import HttpApi
 from sluice_router.errors import NoEngineError
-from sluice_router.scheduling.limits import SchedulingLimits
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 from sluice_router.settings import HttpSettings
 
 ONE = {"d0": "D"}

@@ -12,8 +12,8 @@ from migration_harness import check_end, start_on
 from sluice.v1 import engine_pb2
 from sluice_core.records import MoveCause
 from sluice_router.scheduling.entities import MigrationPhase
-from sluice_router.scheduling.limits import SchedulingLimits
 from sluice_router.scheduling.moves import kv_copies
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 PD = {"p0": "P", "d0": "D"}
 PROMPT_TOKENS = 20  # of start_on

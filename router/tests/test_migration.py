@@ -10,7 +10,7 @@ from migration_harness import PDD, TWO, check_end, start_on
 from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId, RequestId
 from sluice_router.scheduling.entities import MigrationPhase
-from sluice_router.scheduling.limits import SchedulingLimits
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 PD = {"p0": "P", "d0": "D"}
 

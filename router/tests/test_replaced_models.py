@@ -7,7 +7,7 @@ from fake_engine import make_plan
 
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_router.errors import NoEngineError
-from sluice_router.scheduling.limits import SchedulingLimits
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 ROLES = {"old0": "D", "old1": "D", "new0": "D"}
 OLD, NEW = (

@@ -21,7 +21,7 @@ from sluice.v1 import router_pb2, router_pb2_grpc, sampling_pb2
 from sluice_router import __main__ as program
 from sluice_router.errors import QueueFullError
 from sluice_router.observability.request_traces import RequestTraces, make_request_traces
-from sluice_router.scheduling.limits import SchedulingLimits
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

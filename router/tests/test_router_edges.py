@@ -13,7 +13,7 @@ from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId
 from sluice_router.errors import NoEngineError, PlanRefusedError
 from sluice_router.scheduling import placement
-from sluice_router.scheduling.limits import SchedulingLimits
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 
 def test_a_request_waits_as_long_as_it_may_and_no_longer():

@@ -15,9 +15,9 @@ from sluice_core.records import EngineId
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import EngineFaultError, InvalidRequestError, QueueFullError
-from sluice_router.scheduling.limits import SchedulingLimits
 from sluice_router.scheduling.state import RouterState
 from sluice_router.scheduling.status.gauges import RouterCollector
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 METRIC = re.compile(r"^\| `(\S+)` \| (histogram|counter|gauge) \| (.*?) ?\| .+ \|$", re.MULTILINE)

@@ -8,7 +8,7 @@ from failover_harness import TWO, tick_with
 from fake_engine import expected_output
 
 from sluice_core.latency import OnlineLatencyModel
-from sluice_router.scheduling.limits import SchedulingLimits
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 from sluice_router.settings import load_profile
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sluice.v1 import engine_pb2, sampling_pb2
-from sluice_router.scheduling.limits import SchedulingLimits
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 NAMES = ("p0", "p1", "d0", "d1")
 ROLES = {name: name[0].upper() for name in NAMES}

@@ -27,8 +27,8 @@ from sluice_router.observability.request_traces import RequestTraces
 from sluice_router.owner_limits.limiter import OwnerLimiter
 from sluice_router.owner_limits.sharing import UsageSharing
 from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint, LiveRequest, PendingClaim, Submission
-from sluice_router.scheduling.limits import SchedulingLimits
 from sluice_router.scheduling.requests import ClaimTaker, Finish, FoundRequest, NewRequest, ResponseStream
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 from sluice_router.text.prompt_hashes import PrefixScheme
 
 

@@ -6,8 +6,8 @@ from sluice.v1 import control_pb2
 from sluice_core.records import IterationShape
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_router.scheduling.entities import ConnectedEngine
-from sluice_router.scheduling.limits import SchedulingLimits
 from sluice_router.scheduling.state import RouterStatus
+from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 
 
 def find_failure(

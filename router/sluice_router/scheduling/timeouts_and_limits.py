@@ -1,4 +1,4 @@
-"""Numbers of the data plane: how long routers wait for engines, and how often requests go on elsewhere.
+"""Timeouts and limits of the data plane: how long routers wait for engines, how often requests go on elsewhere.
 
 They are one table, because each is an option of the command line (``settings.py``).
 """
