@@ -11,7 +11,7 @@ from cluster import Client, Cluster, Result, run_cluster
 from test_exactness import check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
     from pathlib import Path
 
     from workload import Answer, Request
@@ -40,6 +40,24 @@ def run_strategy(
     with run_cluster(directory, manifest, models=models, ports=ports) as cluster:
         cluster.wait_ready()
         yield cluster
+
+
+# Events of a strategy that load alone shall bring about, and how often the same load is tried: on a busy machine fewer
+# requests run at the same moment.
+WANTED_EVENTS = 20
+MOST_ROUNDS = 4
+
+
+async def ask_until_seen(
+    cluster: Cluster, asked: Sequence[tuple[Request, Answer]], num_streams: int, count: Callable[[], Awaitable[int]]
+) -> int:
+    """Ask all, again until ``count`` has grown by ``WANTED_EVENTS``; return by how much it has."""
+    before = await count()
+    for _ in range(MOST_ROUNDS):
+        await ask_all(cluster, asked, num_streams)
+        if (seen := await count() - before) >= WANTED_EVENTS:
+            break
+    return seen
 
 
 async def ask_all(cluster: Cluster, asked: Sequence[tuple[Request, Answer]], num_streams: int) -> list[Result]:
