@@ -53,7 +53,7 @@ def test_one_choice_that_missed_its_objectives_is_enough(missed: tuple[int, ...]
 @pytest.mark.parametrize(("tpot_s", "tpot_ms"), [(0.0201239, 20.124), (None, None)])
 @pytest.mark.parametrize("is_slo_met", [True, False])
 def test_a_usage_is_written_as_openai_does_with_how_it_was_served(
-    tpot_s: float | None, tpot_ms: float | None, is_slo_met: bool
+    tpot_s: float | None, tpot_ms: float | None, *, is_slo_met: bool
 ) -> None:
     assert format_usage(make_usage(0, tpot_s=tpot_s, is_slo_met=is_slo_met)) == {
         "prompt_tokens": 100,
