@@ -146,7 +146,8 @@ class FakeRouters:
             num_arrived=self.num_arrived if is_first else 0,
             num_requests=self.num_inside if is_first else 0,
             num_waiting=self.num_waiting if is_first else 0,
-            router_id=name,
+            # A router's own name for its process, which is not its pod's.
+            router_id=f"process-of-{name}",
             cluster_uid=plan.cluster_uid,
             generation=plan.generation,
             acknowledged_generation=plan.generation,

@@ -387,8 +387,12 @@ async def test_nodes_are_read_before_the_first_reconcile(
     assert (operator._informer.handle_node is None) == isinstance(error, ForbiddenError)
     assert ("nodes" in caplog.text) == (error is not None)
     if error is None:
-        operator._handle_event(KEY, {"kind": "Pod", "metadata": {}, "spec": {"nodeName": "n1"}})
         operator._queue.finish(KEY)
+        operator._handle_event(KEY, {"kind": "Pod", "metadata": {}, "spec": {"nodeName": "n1"}})
+        while len(operator._queue):
+            operator._queue.finish(await operator._queue.get())
+        operator._informer.handle_node({**cordoned, "spec": {"unschedulable": True}}, "MODIFIED")
+        assert len(operator._queue) == 0, "it said so before"
         operator._informer.handle_node(cordoned, "DELETED")
         assert len(operator._queue) == 1
 

@@ -159,6 +159,20 @@ def test_what_no_engine_runs_is_recomputed(reason, num_output):
     harness.assert_idle()
 
 
+@pytest.mark.parametrize(("is_known", "ttft_s"), [(True, 0.5), (False, 1.125)])
+def test_the_first_token_came_when_its_second_engine_says_or_as_evenly_as_the_others(is_known, ttft_s):
+    """It arrived 2 s ago; its one engine has had it for 1 s, in which eight tokens came."""
+    harness = Harness(PD)
+    found = make_found(num_output=8, reason=LENGTH)
+    if not is_known:
+        found.submit.ClearField("since_first_token_s")
+    stream = adopt(harness, found)
+    assert stream.finish.reason == LENGTH
+    assert stream.finish.usage.ttft_s == pytest.approx(ttft_s)
+    assert stream.finish.usage.tpot_s == pytest.approx((2.0 - ttft_s) / 7)
+    harness.assert_idle()
+
+
 def test_an_error_of_the_engine_is_the_clients_too():
     harness = Harness(PD)
     stream = adopt(harness, make_found(num_output=3, reason=ERROR, error="no more"))

@@ -22,7 +22,9 @@ async def test_file_is_read_again_when_it_changes(tmp_path):
     assert await discovery.find() == {"127.0.0.1:1", "127.0.0.1:2"}
 
 
-@pytest.mark.parametrize("text", ["", "[", '"x"', "[1]", '["nowhere"]'])
+@pytest.mark.parametrize(
+    "text", ["", "[", '"x"', "[1]", '["nowhere"]', '["a:1", 2]', '["nowhere", "a:1"]', '{"a:1": 2}']
+)
 async def test_broken_file_leaves_what_was_known(tmp_path, text):
     path = tmp_path / "engines.json"
     path.write_text('["127.0.0.1:1"]')
@@ -64,9 +66,11 @@ async def test_answers_of_the_name_server(monkeypatch, answer, addresses):
 def test_kinds():
     assert isinstance(parse_discovery("file:/tmp/x"), FileDiscovery)
     assert isinstance(parse_discovery("dns:engines.ns.svc:50051"), DnsDiscovery)
+    assert isinstance(parse_discovery("dns:name:1"), DnsDiscovery)
+    assert isinstance(parse_discovery("dns:name:65535"), DnsDiscovery)
 
 
-@pytest.mark.parametrize("text", ["", "file:", "dns:name", "dns::1", "dns:name:0", "dns:name:70000", "zk:x"])
+@pytest.mark.parametrize("text", ["", "file:", "dns:name", "dns::1", "dns:name:0", "dns:name:65536", "zk:x"])
 def test_unknown_kind_is_refused_with_the_known_ones(text):
     with pytest.raises(ValueError, match="file:PATH and dns:NAME:PORT"):
         parse_discovery(text)
