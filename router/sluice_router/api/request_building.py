@@ -46,7 +46,7 @@ class Caller:
     trace_headers: Mapping[str, str] | None = None
 
 
-class RequestBuilder:
+class NewRequestBuilder:
     """Builds requests for one model.
 
     Args:
