@@ -184,16 +184,15 @@ class HttpGeneration:
             if stream is None:
                 stream = self._open(request, headers)
             connection.attach(response_streams, stream)
-            now = self._plane.now()
             for response_stream in response_streams:
-                response_stream.open(stream, now)
+                response_stream.open(stream, self._plane.now())
             stream.release()
 
         try:
             connection.watch(leave)
             if self._plane.is_holding:
-                open_held = partial(self._open, request, headers)
-                stream = await comment_until_news(progress, open_held, self._comment_interval_s)
+                opener = partial(self._open, request, headers)
+                stream = await comment_until_news(progress, opener, self._comment_interval_s)
             if stream is None:
                 progress.open_with(begin)
             else:
