@@ -173,8 +173,7 @@ class HttpGeneration:
             leave: Called when the client is gone before the answer is over.
 
         Raises:
-            RouterError: A choice failed before the first byte.
-            ConnectionResetError: The client has gone.
+            RouterError, ConnectionResetError: A choice failed before the first byte; the client has gone.
         """
         connection = connection_of(request)
         stream: HttpStream | None = None
@@ -191,8 +190,8 @@ class HttpGeneration:
         try:
             connection.watch(leave)
             if self._plane.is_holding:
-                opener = partial(self._open, request, headers)
-                stream = await comment_until_news(progress, opener, self._comment_interval_s)
+                open_held = partial(self._open, request, headers)
+                stream = await comment_until_news(progress, open_held, self._comment_interval_s)
             if stream is None:
                 progress.open_with(begin)
             else:
