@@ -66,9 +66,12 @@ class Changes(ast.NodeVisitor):
         self._not_records = outer
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        outer, self._aliases = self._aliases, {}
+        outer, self._aliases = (self._aliases, self._not_records), {}
+        if node.name == "__init__":
+            # A record's first values are no change of it.
+            self._not_records = MESSAGES | {"self"}
         self.generic_visit(node)
-        self._aliases = outer
+        self._aliases, self._not_records = outer
 
     def visit_Assign(self, node: ast.Assign) -> None:
         for target in node.targets:
@@ -167,6 +170,7 @@ def test_many_owners_have_a_reason():
         ("def f(request):\n    output = request.output_token_ids\n    output.append(1)", {"output_token_ids"}),
         ("def f(table):\n    table.report(engine_id, load, now)", {"table"}),
         ("class RouterOutbox:\n    def take(self):\n        self.actions = Actions()", {"actions"}),
+        ("class RouterOutbox:\n    def __init__(self):\n        self.actions = Actions()", set()),
         ("class Page:\n    def __init__(self, status):\n        self.status = status", set()),
         ("fence = request.fence\nslots = list(engine.slots)\nload = engine.load.queued_requests", set()),
         ("submit.output_token_ids.extend(request.output_token_ids)", set()),

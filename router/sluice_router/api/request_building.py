@@ -46,7 +46,7 @@ class Caller:
     trace_headers: Mapping[str, str] | None = None
 
 
-class RequestBuilder:
+class NewRequestBuilder:
     """Builds requests for one model.
 
     Args:
@@ -87,8 +87,7 @@ class RequestBuilder:
             max_model_len_tokens: Longest prompt + output; None: not known.
             owner_limit_tokens: Limit of the output of the API key's owner; None: none.
 
-        Raises:
-            FieldError: A field is wrong for this model.
+        Raises ``FieldError`` if a field is wrong for this model.
         """
         if not ids:
             raise FieldError(field, f"{field}: the prompt is empty; at least 1 token is needed")
@@ -101,8 +100,7 @@ class RequestBuilder:
             owner_limit_tokens=owner_limit_tokens,
             max_model_len_tokens=max_model_len_tokens,
         )
-        sampling = self._build_sampling(body, max_tokens)
-        objectives = caller.objectives
+        sampling, objectives = self._build_sampling(body, max_tokens), caller.objectives
         request = NewRequest(
             request_id=caller.request_id,
             prompt_token_ids=ids,

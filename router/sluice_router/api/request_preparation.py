@@ -13,7 +13,7 @@ from sluice_router.api.choices import PreparedRequest, list_choices
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.length_limits import check_num_characters, check_prompt_size
 from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, SamplingFields, quote
-from sluice_router.api.request_building import Caller, RequestBuilder
+from sluice_router.api.request_building import Caller, NewRequestBuilder
 from sluice_router.api.structured_output import check_constraint, find_constraint
 from sluice_router.errors import InvalidRequestError, ModelNotFoundError
 from sluice_router.event_loop_bursts import BurstQueue
@@ -41,7 +41,7 @@ class RequestPreparer:
         self._text = text
         self._metrics = metrics
         self._burst_queue = BurstQueue()
-        self._builder = RequestBuilder(text.defaults)
+        self._builder = NewRequestBuilder(text.defaults)
 
     @property
     def _max_model_len_tokens(self) -> int | None:

@@ -19,7 +19,7 @@ from sluice_router.scheduling.requests import ClaimTaker, NewRequest, ResponseSt
 from sluice_router.text.prompt_hashes import PrefixScheme, PromptHashes
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False, init=False)
 class LiveRequest:
     """A request from admission to its end; mutable, changed only by the functions of the data plane.
 
@@ -67,32 +67,83 @@ class LiveRequest:
     priority: int
     response_stream: ResponseStream
     itl_s: Histogram
-    reservation: Reservation | None = None
-    output_token_ids: array[int] = field(default_factory=lambda: array("I"))
-    fence: int = 0
-    submission: Submission | None = None
-    last_engine: ConnectedEngine | None = None
-    migration: Migration | None = None
-    kept_kv: KeptKv | None = None
-    pending_resume: PendingResume | None = None
-    waiting_since_s: float = 0.0
-    wait_reason: str = ""
-    first_token_s: float | None = None
-    last_token_s: float = 0.0
-    lost_since_s: float | None = None
-    predicted_ttft_s: float | None = None
-    num_hand_offs: int = 0
-    num_recoveries: int = 0
-    num_deaths: int = 0
-    died_on: set[EngineId] = field(default_factory=set)
-    excluded: frozenset[EngineId] = frozenset()
-    cached_tokens: int = 0
-    reset_at_tokens: int = 0
-    moved_at_tokens: int = 0
-    prompt_hashes: dict[PrefixScheme, PromptHashes] = field(default_factory=dict)
-    route: tuple[Leg, ...] = ()
-    is_adopted: bool = False
-    num_adopted_tokens: int = 0
+    reservation: Reservation | None
+    output_token_ids: array[int]
+    fence: int
+    submission: Submission | None
+    last_engine: ConnectedEngine | None
+    migration: Migration | None
+    kept_kv: KeptKv | None
+    pending_resume: PendingResume | None
+    waiting_since_s: float
+    wait_reason: str
+    first_token_s: float | None
+    last_token_s: float
+    lost_since_s: float | None
+    predicted_ttft_s: float | None
+    num_hand_offs: int
+    num_recoveries: int
+    num_deaths: int
+    died_on: set[EngineId]
+    excluded: frozenset[EngineId]
+    cached_tokens: int
+    reset_at_tokens: int
+    moved_at_tokens: int
+    prompt_hashes: dict[PrefixScheme, PromptHashes]
+    route: tuple[Leg, ...]
+    is_adopted: bool
+    num_adopted_tokens: int
+
+    # Made for each request, and a dataclass's own is not compiled.
+    def __init__(
+        self,
+        *,
+        request_id: RequestId,
+        new: NewRequest,
+        slo: Slo,
+        priority: int,
+        response_stream: ResponseStream,
+        itl_s: Histogram,
+        reservation: Reservation | None = None,
+        output_token_ids: array[int] | None = None,
+        fence: int = 0,
+        waiting_since_s: float = 0.0,
+        first_token_s: float | None = None,
+        last_token_s: float = 0.0,
+        lost_since_s: float | None = None,
+        num_hand_offs: int = 0,
+        num_recoveries: int = 0,
+        cached_tokens: int = 0,
+        reset_at_tokens: int = 0,
+        is_adopted: bool = False,
+        num_adopted_tokens: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        self.new = new
+        self.slo = slo
+        self.priority = priority
+        self.response_stream = response_stream
+        self.itl_s = itl_s
+        self.reservation = reservation
+        self.output_token_ids = array("I") if output_token_ids is None else output_token_ids
+        self.fence = fence
+        self.submission = self.last_engine = self.migration = self.kept_kv = self.pending_resume = None
+        self.waiting_since_s = waiting_since_s
+        self.wait_reason = ""
+        self.first_token_s, self.last_token_s, self.lost_since_s = first_token_s, last_token_s, lost_since_s
+        self.predicted_ttft_s = None
+        self.num_hand_offs = num_hand_offs
+        self.num_recoveries = num_recoveries
+        self.num_deaths = 0
+        self.died_on = set()
+        self.excluded = frozenset()
+        self.cached_tokens = cached_tokens
+        self.reset_at_tokens = reset_at_tokens
+        self.moved_at_tokens = 0
+        self.prompt_hashes = {}
+        self.route = ()
+        self.is_adopted = is_adopted
+        self.num_adopted_tokens = num_adopted_tokens
 
     @property
     def num_tokens(self) -> int:

@@ -155,7 +155,7 @@ class RequestStatistics:
     num_arrived: int = 0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, init=False)
 class Actions:
     """What is left to do once the state is consistent again.
 
@@ -168,12 +168,21 @@ class Actions:
         claim_results: What claims found.
     """
 
-    flushes: dict[RequestId, LiveRequest] = field(default_factory=dict)
-    finishes: list[tuple[ResponseStream, Finish]] = field(default_factory=list)
-    failures: list[tuple[ResponseStream, RouterError]] = field(default_factory=list)
-    messages: list[tuple[ConnectedEngine, engine_pb2.AttachRequest]] = field(default_factory=list)
-    closes: list[tuple[ConnectedEngine, str]] = field(default_factory=list)
-    claim_results: list[tuple[ClaimTaker, FoundRequest | RouterError]] = field(default_factory=list)
+    flushes: dict[RequestId, LiveRequest]
+    finishes: list[tuple[ResponseStream, Finish]]
+    failures: list[tuple[ResponseStream, RouterError]]
+    messages: list[tuple[ConnectedEngine, engine_pb2.AttachRequest]]
+    closes: list[tuple[ConnectedEngine, str]]
+    claim_results: list[tuple[ClaimTaker, FoundRequest | RouterError]]
+
+    def __init__(self) -> None:
+        # Made for each event, and a dataclass's own is not compiled.
+        self.flushes = {}
+        self.finishes = []
+        self.failures = []
+        self.messages = []
+        self.closes = []
+        self.claim_results = []
 
 
 @dataclass(slots=True, kw_only=True)

@@ -173,8 +173,7 @@ class HttpGeneration:
             leave: Called when the client is gone before the answer is over.
 
         Raises:
-            RouterError: A choice failed before the first byte.
-            ConnectionResetError: The client has gone.
+            RouterError, ConnectionResetError: A choice failed before the first byte; the client has gone.
         """
         connection = connection_of(request)
         stream: HttpStream | None = None
@@ -184,9 +183,8 @@ class HttpGeneration:
             if stream is None:
                 stream = self._open(request, headers)
             connection.attach(response_streams, stream)
-            now = self._plane.now()
             for response_stream in response_streams:
-                response_stream.open(stream, now)
+                response_stream.open(stream, self._plane.now())
             stream.release()
 
         try:
