@@ -21,7 +21,7 @@ from sluice_core.planning.parallelism.instances import (
     count_nodes,
     list_parallelisms,
 )
-from sluice_core.planning.parallelism.phase_goodput import GoodputMeter, GoodputTask
+from sluice_core.planning.parallelism.phase_goodput import GoodputMeter, GoodputTask, estimate_start_rps
 from sluice_core.planning.parallelism.phase_runs import PhaseWorkload
 from sluice_core.planning.parallelism.placement_search import (
     NodeAffinity,
@@ -218,6 +218,7 @@ def test_pairs_maximize_goodput_per_gpu_whatever_the_goodputs(
     drawn = st.one_of(st.just(0.0), st.floats(0.1, 50.0))
     prefills = {each: data.draw(drawn, label=f"prefill {each}") for each in problem.instances}
     decodes = {each: data.draw(drawn, label=f"decode {each}") for each in problem.instances}
+    per_gpu = [0.0]  # of pairs, as they were asked for
 
     def run(tasks: Sequence[GoodputTask]) -> list[float]:
         found = []
@@ -225,7 +226,10 @@ def test_pairs_maximize_goodput_per_gpu_whatever_the_goodputs(
             assert task.prefill is not None
             goodput_rps = prefills[task.prefill.parallelism]
             if task.decode is not None:
+                num_gpus = task.prefill.parallelism.num_gpus + task.decode.parallelism.num_gpus
+                assert task.beats_rps == max(per_gpu) * num_gpus
                 goodput_rps = min(goodput_rps, decodes[task.decode.parallelism])
+                per_gpu.append(goodput_rps / num_gpus)
             found.append(goodput_rps if goodput_rps > task.beats_rps else 0.0)
         return found
 
@@ -289,6 +293,16 @@ def test_an_instance_that_does_not_beat_a_goodput_counts_as_none() -> None:
     assert meter.measure(GoodputTask(prefill=instance, duration_s=120.0, beats_rps=free / 1.15)) == pytest.approx(
         free, rel=0.03
     )
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("parallelism", [(1, 1), (1, 4), (4, 1)])
+def test_a_search_begins_near_the_goodput(phase: Phase, parallelism: tuple[int, int]) -> None:
+    instance = make_instance(Parallelism(*parallelism))
+    is_prefill = phase is Phase.PREFILL
+    task = GoodputTask(prefill=instance if is_prefill else None, decode=None if is_prefill else instance)
+    goodput_rps = GoodputMeter(WORKLOAD).measure(replace(task, duration_s=120.0))
+    assert goodput_rps / 5 < estimate_start_rps(WORKLOAD, task) < 5 * goodput_rps
 
 
 def test_goodputs_are_means_over_seeds() -> None:

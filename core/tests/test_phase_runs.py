@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.planning.parallelism.instances import ModelInstance, Parallelism
+from sluice_core.planning.parallelism.phase_goodput import compute_alone_prefill_s
 from sluice_core.planning.parallelism.phase_runs import PhaseWorkload, run_decodes, run_pair, run_prefills
 from sluice_core.records import EngineId, Role, Slo
 from sluice_core.sim.sim_setup import Arrival, Cell, EngineSetup, NoGrant, SimOptions, TransferLink
@@ -121,6 +122,24 @@ def test_decodes_wait_for_kv_over_the_link_and_that_counts_for_tpot() -> None:
     slow = PhaseWorkload(rows=ROWS, slo=slo, link=LinkSpeed(bytes_per_s=1e4, latency_s=0.0))
     assert run_decodes(fast, make_instance(), arrivals, 0)
     assert not run_decodes(slow, make_instance(), arrivals, 0)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "passes"), [(1, False), (2, True)])
+def test_decodes_beyond_the_seats_of_an_instance_wait_and_that_counts_for_tpot(max_num_seqs: int, passes: bool) -> None:  # noqa: FBT001
+    slo = Slo(ttft_s=10.0, tpot_s=0.018)
+    arrivals = [Arrival(at_s=0.0, prompt_tokens=8, output_tokens=11, slo=slo)] * 2
+    assert run_decodes(make_workload(slo, max_num_seqs=max_num_seqs), make_instance(), arrivals, 0) is passes
+
+
+def test_what_a_prompt_takes_alone_is_what_a_run_of_it_takes() -> None:
+    slo = Slo(ttft_s=10.0, tpot_s=1.0)
+    instance = ModelInstance(
+        parallelism=Parallelism(1, 3), stage=PROFILE, kv_capacity_tokens=10_000, kv_bytes_per_token=10
+    )
+    arrivals = [Arrival(at_s=0.0, prompt_tokens=1234, output_tokens=1, slo=slo)]
+    assert run_prefills(make_workload(slo), instance, arrivals, 0) == [
+        pytest.approx(compute_alone_prefill_s(instance, 1234))
+    ]
 
 
 def test_a_pipeline_of_decodes_takes_all_of_its_stages_for_a_token() -> None:

@@ -80,10 +80,10 @@ def parallelism(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Finds tensor and pipeline parallelism for prefills and for decodes, and how many instances of each serve a rate.
+    """Finds tensor and pipeline parallelism for prefills and for decodes.
 
-    These are DistServe's placement algorithms. The result is not deployable yet: all engines of a ServingCluster have
-    one tensor parallelism.
+    It also says how many instances of each serve a rate. These are DistServe's placement algorithms. The result is not
+    deployable yet: all engines of a ServingCluster have one tensor parallelism.
     """
     affinity = NodeAffinity(node_affinity)
     with as_command_error(ValueError):
