@@ -244,6 +244,7 @@ def test_the_status_prefers_live_links_to_lost_ones_and_sums_attainment() -> Non
             "router-0": status(control_pb2.ENGINE_STATE_LOST, 50),
             "router-1": status(control_pb2.ENGINE_STATE_READY, 20),
         },
+        rollout="rolled back: slow",
     )
     (engine,) = view.engines
     assert (engine.state, engine.kv_blocks_free, engine.kv_blocks_used) == ("ready", 75, 20)
@@ -254,6 +255,7 @@ def test_the_status_prefers_live_links_to_lost_ones_and_sums_attainment() -> Non
     shown = console.file.getvalue()
     row = next(line for line in shown.splitlines() if "engine-0" in line)
     assert row.replace("│", " ").split() == ["engine-0", "D-heavy", "ready", "64", "3", "4", "75/20/100", "7/2", "0"]
+    assert "rolled back: slow" in shown
     assert "20 finished, TTFT 90 %, TPOT 100 %, both 90 %" in shown
     assert "http://127.0.0.1:8000/v1/chat/completions" in make_curl_line(view)
 

@@ -132,14 +132,16 @@ async def test_a_cluster_whose_launcher_has_ended_is_stopped_and_has_no_processe
     directory = make_running("a", tmp_path)
     directory.write_processes([record("engine-0", os.getpid(), num_starts=1)])
     directory.write_autotune({"reason": "Tuned", "message": "so it is"})
-    directory.write_launcher("ready")
+    directory.write_launcher("ready", rollout="rolled back")
     status = await read_cluster_status(directory)
     assert (status.phase, len(status.engines), status.model) == ("ready", 1, "tiny")
+    assert status.rollout == "rolled back"
     assert status.autotune is not None
     facts = directory._read("launcher.json")
     directory._write("launcher.json", {**facts, "started": facts["started"] - 60})
     status = await read_cluster_status(directory)
     assert (status.phase, status.engines, status.autotune, status.manifest) == ("stopped", (), None, "m.yaml")
+    assert status.rollout == ""
 
 
 @pytest.mark.parametrize("peer", ["none", "ours", "unreadable"])

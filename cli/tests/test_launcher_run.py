@@ -28,9 +28,10 @@ class PlayedCluster:
 
     def __init__(self, manifest: Any, directory: ClusterDirectory, **arguments: Any) -> None:
         self.manifest, self.directory, self.arguments = manifest, directory, arguments
-        self.phase = "starting"
+        self.phase, self.rollout = "starting", ""
         self.applied: list[int] = []
         self.phases: list[str] = []
+        self.rollouts: list[str] = []
         self._changed = asyncio.Event()
         self.made.append(self)
 
@@ -43,6 +44,7 @@ class PlayedCluster:
         found = self.directory.read_launcher()
         assert found is not None
         self.phases.append(found[1]["phase"])
+        self.rollouts.append(found[1].get("rollout", ""))
         await self._changed.wait()
 
     def apply(self, manifest: Any) -> None:
@@ -51,6 +53,9 @@ class PlayedCluster:
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
         await asyncio.sleep(0)
+        self.change("ready")
+        await asyncio.sleep(0)
+        self.rollout = "rolled back"
         self.change("ready")
         await stop.wait()
         assert not hurry.is_set()
@@ -113,6 +118,7 @@ async def test_a_launcher_says_how_far_it_is_from_its_start_to_its_end(options: 
     assert await run(options, lines) == ["starting", "cancelled"]
     (cluster,) = PlayedCluster.made
     assert {"starting", "ready"} <= set(cluster.phases)
+    assert set(cluster.rollouts) == {"", "rolled back"}
     assert cluster.phases[-1] == "stopping"
     facts = read_facts(options)
     assert facts["phase"] == "stopped"

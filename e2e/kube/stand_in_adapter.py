@@ -1,4 +1,4 @@
-"""An adapter for external metrics: it answers an HPA with the sum of a metric over a cluster's routers.
+"""An adapter for external metrics: it answers an HPA with the sum of a metric over a cluster's engines or routers.
 
 prometheus-adapter answers with the same sum, of what Prometheus scraped. This one scrapes when it is asked.
 """
@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import trustme
 
+from sluice_operator.api import names
 from sluice_operator.api.ports import METRICS_PORT
 
 if TYPE_CHECKING:
@@ -28,20 +29,22 @@ if TYPE_CHECKING:
 NAME = "adapter"
 GROUP, VERSION = "external.metrics.k8s.io", "v1beta1"
 ROOT_PATH = f"/apis/{GROUP}/{VERSION}"
+# Prometheus labels what it scrapes with the Service through which it found it.
+COMPONENTS = {names.name_engine_service("tiny"): names.ENGINE, "tiny-router-control": names.ROUTER}
 
 
 @contextmanager
-def run_stand_in_adapter(cluster: PodCluster, address: str) -> Iterator[list[float]]:
+def run_stand_in_adapter(cluster: PodCluster, address: str) -> Iterator[dict[str, list[float]]]:
     """Serves Kubernetes' API of external metrics for the length of the block.
 
     Args:
-        cluster: Whose routers it scrapes; the adapter's Service is in the same namespace.
+        cluster: Whose pods it scrapes; the adapter's Service is in the same namespace.
         address: Of this machine, as the API server reaches it.
 
     Yields:
-        The values that it answered with.
+        The values that it answered with, by metric.
     """
-    answered: list[float] = []
+    answered: dict[str, list[float]] = {}
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -49,14 +52,15 @@ def run_stand_in_adapter(cluster: PodCluster, address: str) -> Iterator[list[flo
         def do_GET(self) -> None:
             url = urlsplit(self.path)
             metric = url.path.removeprefix(f"{ROOT_PATH}/namespaces/{cluster.namespace}/")
-            selector = parse_qs(url.query).get("labelSelector")
+            service = parse_qs(url.query).get("labelSelector", [""])[0].removeprefix("service=")
             if url.path == ROOT_PATH:
                 self._answer({"kind": "APIResourceList", "groupVersion": f"{GROUP}/{VERSION}", "resources": []})
-            elif "/" in metric or selector != ["service=tiny-router-control"]:
+            elif "/" in metric or service not in COMPONENTS:
                 self.send_error(404)
             else:
-                answered.append(sum_metric(cluster, metric))
-                self._answer(make_value_list(metric, answered[-1]))
+                values = answered.setdefault(metric, [])
+                values.append(sum_metric(cluster, COMPONENTS[service], metric))
+                self._answer(make_value_list(metric, values[-1]))
 
         def _answer(self, content: Any) -> None:
             body = json.dumps(content).encode()
@@ -87,12 +91,16 @@ def run_stand_in_adapter(cluster: PodCluster, address: str) -> Iterator[list[flo
         server.server_close()
 
 
-def sum_metric(cluster: PodCluster, metric: str) -> float:
-    """Scrapes every router, and sums the samples of a metric."""
+def sum_metric(cluster: PodCluster, component: str, metric: str) -> float:
+    """Scrapes every engine or router that answers, and sums the samples of a metric."""
     total = 0.0
-    for address in cluster.addresses("router").values():
-        with urllib.request.urlopen(f"http://{address}:{METRICS_PORT}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
+    for address in cluster.addresses(component).values():
+        try:
+            with urllib.request.urlopen(f"http://{address}:{METRICS_PORT}/metrics", timeout=5) as answer:
+                lines = answer.read().decode().splitlines()
+        except OSError:
+            # An engine that starts or ends has no figures.
+            continue
         total += sum(float(line.split()[-1]) for line in lines if line.partition(" ")[0].partition("{")[0] == metric)
     return total
 

@@ -1,8 +1,8 @@
 """Autoscaling in Kubernetes: a helm-installed operator chooses how many engines run in real pods, while streams run.
 
 Load takes the cluster from one engine to three and back, and every stream is exact. Then all engines leave, and a
-stream that comes brings one back. Only the user writes the spec. Last, an HPA of Kubernetes does the same by the
-routers' queue. Engines emulate a GPU, so that they serve what a search predicts. The tests run in order: each starts
+stream that comes brings one back. Only the user writes the spec. Last, an HPA of Kubernetes does the same by
+what is queued. Engines emulate a GPU, so that they serve what a search predicts. The tests run in order: each starts
 from the cluster as the test before left it.
 """
 
@@ -22,6 +22,8 @@ from pod_load import keep_asking
 from release import RESTRICTED
 from stand_in_adapter import run_stand_in_adapter
 from steady_load import Shape
+
+from sluice_operator.api import names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,19 +152,20 @@ HPA = {
             {
                 "type": "External",
                 "external": {
-                    "metric": {
-                        "name": "sluice_requests_waiting",
-                        "selector": {"matchLabels": {"service": "tiny-router-control"}},
-                    },
+                    "metric": {"name": metric, "selector": {"matchLabels": {"service": service}}},
                     "target": {"type": "AverageValue", "averageValue": "4"},
                 },
             }
+            for metric, service in (
+                ("sluice_engine_queued_requests", names.name_engine_service("tiny")),
+                ("sluice_requests_waiting", "tiny-router-control"),
+            )
         ],
     },
 }
 
 
-async def test_an_hpa_brings_engines_by_the_routers_queue_and_takes_them_away(
+async def test_an_hpa_brings_engines_by_what_is_queued_and_takes_them_away(
     watched: PodCluster, testbed: Testbed
 ) -> None:
     cluster = watched
@@ -171,11 +174,12 @@ async def test_an_hpa_brings_engines_by_the_routers_queue_and_takes_them_away(
     with run_stand_in_adapter(cluster, testbed.settings.address) as queues:
         cluster.client.apply(HPA)
         async with keep_asking(cluster, MUCH):
-            await wait(cluster, "three engines by the queue", serves(cluster, 3))
-        await wait(cluster, "one engine once the queue is empty", serves(cluster, 1))
+            await wait(cluster, "three engines for what is queued", serves(cluster, 3))
+        await wait(cluster, "one engine once nothing is", serves(cluster, 1))
         await asyncio.to_thread(cluster.kubectl, "delete", "hpa", "tiny")
     print(f"what the HPA was told: {queues}")
-    assert max(queues) > 4
+    # Routers hold nothing back while an engine serves: what waits, waits there.
+    assert max(queues["sluice_engine_queued_requests"]) > 8
     # It wrote to the scale alone; the operator wrote nothing.
     writers = cluster.list_spec_writers()
     assert writers <= {"kubectl-client-side-apply", "kubectl-patch", "kube-controller-manager"}
