@@ -246,8 +246,9 @@ class DecodeSet:
         """
         self._iteration += 1
         self._saved.take(self._saved_of_new)
-        for request_id in skipped:
-            self._shift(self._members[request_id], 1)
+        if skipped:  # seldom, and an empty loop costs as much as the rest of this
+            for request_id in skipped:
+                self._shift(self._members[request_id], 1)
 
     def set_output_tokens(self, request_id: RequestId, output_tokens: int) -> None:
         """Correct a member's output length after the current iteration (several tokens in one step)."""

@@ -87,7 +87,10 @@ class DecodeBatch:
                 request.start_iteration += 1
                 self._note_end(request)
             self.resume()
-        return self._ending.pop(self.iteration, None)
+        ending = self._ending.get(self.iteration)
+        if ending is not None:
+            del self._ending[self.iteration]
+        return ending
 
     def pause(self, requests: list[SimRequest]) -> None:
         """Leave decodes out of the next iteration; they keep all that they have."""
