@@ -216,7 +216,7 @@ class Sluice:
     Args:
         strategy: One of ``STRATEGIES``.
         is_text_off: Pass raw pieces, once the router has a setting for it.
-        checkout: Root of the checkout that it runs from.
+        checkout: Root of the checkout that it runs from, or the folder of an installed wheel.
         split: File for the CPU of its stages (``traced_router.py``); None: it runs as it is.
         tracing: Variables that turn OpenTelemetry traces on.
     """
@@ -269,6 +269,8 @@ class Sluice:
 
     def _environment(self) -> dict[str, str]:
         """Names the checkout's parts; first what the caller names, such as the compiled core, for our own."""
+        if (self.checkout / "sluice_router").is_dir():
+            return {"PYTHONPATH": str(self.checkout), **self.tracing}
         parts = [str(self.checkout / part) for part in ("core", "protos", "router")]
         own = [os.environ.get("PYTHONPATH", "")] if self.checkout == c_programs.REPOSITORY else []
         return {"PYTHONPATH": os.pathsep.join([*filter(None, own), *parts]), **self.tracing}

@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/router/cpu_cost.py [--seconds S] [--repeats N] [--json PATH]
     .venv/bin/python benchmarks/router/cpu_cost.py --split --large-tokenizer
     .venv/bin/python benchmarks/router/cpu_cost.py --against ../old        # another checkout in turn, and the ratio
+    PYTHONPATH=build/compiled .venv/bin/python benchmarks/router/cpu_cost.py --against ../old/build/compiled
     .venv/bin/python benchmarks/router/cpu_cost.py --traced 0.01           # with traces of 1 % in turn, and the ratio
 
 The router is measured idle (engines report, no requests come), under long streams at several widths, and under
@@ -276,7 +277,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="trials of each load (default %(default)s)")
     parser.add_argument("--json", type=Path, default=c_programs.BUILD / "router-cost.json", help="result file")
     parser.add_argument("--split", action="store_true", help="times the stages of a one-token stream, too")
-    parser.add_argument("--against", type=Path, action="append", default=[], help="root of another checkout, in turn")
+    parser.add_argument(
+        "--against", type=Path, action="append", default=[], help="another checkout or its build/compiled, in turn"
+    )
     parser.add_argument("--traced", type=float, metavar="SHARE", help="share of requests traced, by a router in turn")
     parser.add_argument(
         "--large-tokenizer", action="store_true", help=f"of {NUM_ENTRIES} entries, which is trained at the first use"

@@ -286,6 +286,29 @@ async def test_frames_for_h2_open_the_windows_too():
     assert updated == {0, 1}
 
 
+@pytest.mark.parametrize("increment", [0, 2**31 - WINDOW], ids=["nothing", "too much"])
+async def test_wrong_window_of_the_connection_ends_the_stream(increment):
+    pair = Pair()
+    pair.begin()
+    pair.stream.data_received(b"\0\0\4\x08\0" + (0).to_bytes(4, "big") + increment.to_bytes(4, "big"))
+    with pytest.raises(StreamEndedError, match=r"^internal: "):
+        await pair.stream.read_first()
+    assert pair.transport.ends == ["aborted"]
+
+
+async def test_largest_windows_are_taken():
+    pair = Pair()
+    pair.begin()
+    for stream_id in (0, 1):
+        pair.stream.data_received(
+            b"\0\0\4\x08\0" + stream_id.to_bytes(4, "big") + (2**31 - 1 - WINDOW).to_bytes(4, "big")
+        )
+    request, wire = make_request(200_000)
+    pair.stream.send(request)
+    assert pair.transport.ends == []
+    assert sum(pair.transport.writes[-1:]) > len(wire) > 2 * WINDOW
+
+
 async def test_requests_wait_for_the_engines_window_and_go_on_with_it():
     pair = Pair()
     pair.begin()

@@ -200,6 +200,42 @@ async def test_the_first_choice_that_fails_fails_the_answer():
         await progress.wait_first()
 
 
+@pytest.mark.parametrize("comes_first", [True, False])
+async def test_answer_is_opened_once_by_the_first_that_there_is_to_send(comes_first):
+    progress, opened = AnswerProgress(1, 1), []
+    if comes_first:
+        progress.announce()
+    progress.open_with(lambda: opened.append(1))
+    assert opened == [1] * comes_first
+    progress.announce()
+    progress.announce()
+    assert opened == [1]
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+async def test_answer_that_fails_before_its_first_token_is_not_opened(comes_first):
+    progress, opened = AnswerProgress(1, 1), []
+    if not comes_first:
+        progress.open_with(lambda: opened.append(1))
+    progress.note_end(0, EngineFaultError("too early"))
+    progress.announce()
+    if comes_first:
+        progress.open_with(lambda: opened.append(1))
+    await progress.wait_over()
+    assert opened == []
+    with pytest.raises(EngineFaultError, match="too early"):
+        progress.raise_error()
+
+
+async def test_answer_that_cannot_be_opened_is_over_for_who_waits_and_for_the_data_plane():
+    progress = AnswerProgress(1, 1)
+    progress.open_with(lambda: divmod(1, 0))
+    with pytest.raises(ZeroDivisionError):
+        progress.announce()
+    with pytest.raises(ZeroDivisionError):
+        await progress.wait_over()
+
+
 async def test_an_answer_is_over_once_though_its_client_has_gone_in_the_same_tick():
     progress = AnswerProgress(2, 2)
     assert not await progress.wait_news(0.0)

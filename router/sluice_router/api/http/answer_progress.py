@@ -26,6 +26,7 @@ class AnswerProgress:
         self._num_open = self._num_unwritten = num_choices
         self._error: RouterError | None = None
         self._open: Callable[[], None] | None = None
+        self._fault: Exception | None = None
         self._first: asyncio.Future[None] = loop.create_future()
         self._over: asyncio.Future[None] = loop.create_future()
 
@@ -49,7 +50,13 @@ class AnswerProgress:
         if begin is not None and self._error is not None:
             self.conclude()
         elif begin is not None:
-            begin()
+            try:
+                begin()
+            except Exception as fault:
+                # The data plane gives this answer up, and who waits for its end must hear of it.
+                self._fault = fault
+                self.conclude()
+                raise
         if not self._first.done():
             self._first.set_result(None)
 
@@ -93,6 +100,8 @@ class AnswerProgress:
     async def wait_over(self) -> None:
         """Waits until nothing more goes out, or the answer has failed before there was anything."""
         await self._over
+        if self._fault is not None:
+            raise self._fault
 
     def raise_error(self) -> None:
         """Raises the error that the answer failed with, if it did."""
