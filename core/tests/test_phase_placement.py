@@ -21,7 +21,12 @@ from sluice_core.planning.parallelism.instances import (
     count_nodes,
     list_parallelisms,
 )
-from sluice_core.planning.parallelism.phase_goodput import GoodputMeter, GoodputTask, estimate_start_rps
+from sluice_core.planning.parallelism.phase_goodput import (
+    GoodputMeter,
+    GoodputTask,
+    choose_duration_s,
+    estimate_start_rps,
+)
 from sluice_core.planning.parallelism.phase_runs import PhaseWorkload
 from sluice_core.planning.parallelism.placement_search import (
     NodeAffinity,
@@ -305,6 +310,31 @@ def test_a_search_begins_near_the_goodput(phase: Phase, parallelism: tuple[int, 
     assert goodput_rps / 5 < estimate_start_rps(WORKLOAD, task) < 5 * goodput_rps
 
 
+def test_a_search_of_a_pair_begins_where_that_of_the_slower_instance_does() -> None:
+    slow, fast = make_instance(Parallelism(1, 1)), make_instance(Parallelism(1, 4))
+    for prefill, decode in itertools.product((slow, fast), repeat=2):
+        tasks = GoodputTask(prefill=prefill), GoodputTask(decode=decode), GoodputTask(prefill=prefill, decode=decode)
+        first, second, both = (estimate_start_rps(WORKLOAD, task) for task in tasks)
+        assert both == min(first, second)
+        assert first != second
+
+
+@pytest.mark.parametrize(
+    ("slo", "rate_rps", "duration_s"),
+    [
+        (Slo(ttft_s=1.0, tpot_s=0.01), 1.0, 600.0),
+        (Slo(ttft_s=1.0, tpot_s=0.01), 4.0, 150.0),
+        (Slo(ttft_s=1.0, tpot_s=0.01), 60.0, 60.0),
+        (Slo(ttft_s=4.0, tpot_s=0.01), 60.0, 100.0),
+        (Slo(ttft_s=1.0, tpot_s=2.0), 60.0, 112.0),  # four answers of 14 tokens
+        (Slo(ttft_s=60.0, tpot_s=0.01), 60.0, 600.0),
+    ],
+    ids=["most", "requests", "least", "ttft", "answers", "no longer"],
+)
+def test_runs_are_as_long_as_rate_and_objectives_ask_for(slo: Slo, rate_rps: float, duration_s: float) -> None:
+    assert choose_duration_s(PhaseWorkload(rows=ROWS, slo=slo), rate_rps) == pytest.approx(duration_s)
+
+
 def test_goodputs_are_means_over_seeds() -> None:
     meter, instance = GoodputMeter(WORKLOAD), make_instance(Parallelism(1, 1))
     both, *single = (
@@ -330,13 +360,13 @@ def test_a_wrong_task_is_refused(task: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize("rate_rps", [0.0, -1.0, math.inf, math.nan])
 def test_a_rate_that_is_none_is_refused(rate_rps: float) -> None:
-    with pytest.raises(ValueError, match=f"rate_rps is {rate_rps}; it is above 0 and finite"):
+    with pytest.raises(ValueError, match=f"^rate_rps is {rate_rps}; it is above 0 and finite"):
         make_problem(GpuNodes(num_nodes=1, gpus_per_node=1), rate_rps)
 
 
 @pytest.mark.parametrize("name", ["num_nodes", "gpus_per_node"])
 def test_nodes_without_gpus_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is 0; at least 1"):
+    with pytest.raises(ValueError, match=f"^{name} is 0; at least 1"):
         GpuNodes(**{"num_nodes": 1, "gpus_per_node": 1, name: 0})
 
 
@@ -363,6 +393,14 @@ def test_objectives_that_nothing_meets_are_refused_with_what_idle_instances_need
     meter = GoodputMeter(workload)
     with pytest.raises(NoPlacementError, match=message):
         place_phases(problem, affinity, lambda tasks: [meter.measure(task) for task in tasks])
+
+
+def test_the_message_names_what_the_slowest_of_those_that_count_needs() -> None:
+    """Nine tenths of 19 prompts are 18: the longest of them has 720 tokens."""
+    workload = PhaseWorkload(rows=ROWS, slo=Slo(ttft_s=1.0, tpot_s=9.0))
+    problem = make_problem(GpuNodes(num_nodes=1, gpus_per_node=1), workload=workload)
+    with pytest.raises(NoPlacementError, match="TP 1 PP 1 comes closest and needs a TTFT of 1640 ms even when it idle"):
+        place_phases(problem, NodeAffinity.HIGH, lambda tasks: [0.0] * len(tasks))
 
 
 def test_an_objective_of_what_idle_instances_need_is_met() -> None:

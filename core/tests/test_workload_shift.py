@@ -49,3 +49,10 @@ def test_a_shift_is_one_whichever_workload_comes_first(mean: float, factor: floa
     assert one.differs(other) is other.differs(one)
     if one.differs(other):
         assert abs(math.log(factor)) > math.log(SHIFT_RATIO)
+
+
+def test_nothing_differs_from_anything_but_itself() -> None:
+    nothing, something = MeanEstimate(mean=0.0, error=9.0), MeanEstimate(mean=1e-6, error=9.0)
+    assert nothing.differs(something)
+    assert something.differs(nothing)
+    assert not nothing.differs(nothing)
