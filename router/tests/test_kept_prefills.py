@@ -164,6 +164,7 @@ def test_a_switch_to_a_strategy_without_moves_ends_the_waits():
     for engine in plan.engines:
         engine.chunk_size_tokens = 256
     harness.router.apply_plan(plan)
+    assert not harness.state.requests.kept, "at once"
     harness.cores["p0"].hands_off_prefills = False
     check_end(harness, started)
     assert harness.count("recoveries", "no_decode_engine") == 2
