@@ -180,3 +180,17 @@ def test_a_hand_off_while_the_router_asks_for_the_move_is_one_move():
     check_end(harness, started)
     assert harness.count("moves", "prefill_done", "done") == 1
     assert len(harness.cores["d0"].submitted) == 1
+
+
+def test_a_plan_that_drains_the_last_decode_engine_ends_the_waits_at_once():
+    """Not with the next tick: they are recomputed, and decode where that is done."""
+    harness = make_harness(PD)
+    started = start(harness, 2)
+    plan = make_disaggregated_plan(PD, generation=3)
+    (decode,) = [engine for engine in plan.engines if engine.engine_id == "d0"]
+    decode.is_draining = True
+    harness.router.apply_plan(plan)
+    assert not harness.state.requests.kept
+    harness.cores["p0"].hands_off_prefills = False
+    check_end(harness, started)
+    assert harness.count("recoveries", "no_decode_engine") == 2

@@ -262,3 +262,16 @@ async def test_grpc_client_is_paused_from_the_first_delta_that_it_keeps_waiting(
     readers.sweep(now_s)
     assert readers.num_shed == num_shed
     assert cut == [True] * len(num_shed)
+
+
+async def test_a_grpc_client_gets_at_the_end_what_might_have_begun_a_stop_string(text, readers):
+    output = Output(text, OutputSettings(stops=("end of it",)))
+    response_stream = GrpcResponseStream(output, slow_readers=readers, cancel=lambda: None)
+    for token_id in text.encode_now(WORDS, add_special_tokens=False):
+        response_stream.on_token(token_id, None)
+    response_stream.flush(100.0)
+    delta, end = await response_stream.next()
+    assert (WORDS.startswith(delta.text), delta.text == WORDS, end) == (True, False, None)
+    response_stream.on_finished(FINISH)
+    rest, end = await response_stream.next()
+    assert (delta.text + rest.text, end) == (WORDS, FINISH)
