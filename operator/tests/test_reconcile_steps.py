@@ -26,8 +26,9 @@ from sluice_operator.api.model_identity import identify_model
 from sluice_operator.autoscaling.stored_scale import StoredScale
 from sluice_operator.controller import plan_step
 from sluice_operator.controller.observation import ObservedRouters, ObservedState
-from sluice_operator.controller.rollout_step import START_MARGIN_S, SwitchOutcome, decide_rollout, switch_models
+from sluice_operator.controller.rollout_step import SwitchOutcome, decide_rollout, switch_models
 from sluice_operator.planning.drain_timeout import DRAIN_MARGIN_S
+from sluice_operator.planning.gated_roll import START_MARGIN_S, RollMeasurement
 from sluice_operator.planning.model_switch import ModelSwitch, SplitStep
 from sluice_operator.planning.plan_store import StoredPlan
 from sluice_operator.planning.rollout_gate import RollFacts, decide_gate
@@ -35,7 +36,7 @@ from sluice_operator.planning.scale_down import ScaleDecision
 from sluice_operator.resources.pods.pod_status import Failure, Pod
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash
 from sluice_operator.resources.rollout_state import RolloutState
-from sluice_operator.routers.engine_outcomes import EngineOutcomes, Outcomes
+from sluice_operator.routers.engine_outcomes import Outcomes
 from sluice_operator.routers.engine_reports import EngineReport
 
 UID = "u"
@@ -147,7 +148,7 @@ class Deciders:
 def make_state(deciders: Deciders) -> Any:
     window = SimpleNamespace(total=SloCounts(num_finished=9))
     return SimpleNamespace(
-        tuner=deciders, scaler=deciders, window=window, drain_started_s={}, tuner_inputs=None, outcomes=EngineOutcomes()
+        tuner=deciders, scaler=deciders, window=window, drain_started_s={}, tuner_inputs=None, rolling=RollMeasurement()
     )
 
 
@@ -274,7 +275,6 @@ class Roll:
     state: Any = field(default_factory=lambda: make_state(Deciders()))
 
     def __post_init__(self) -> None:
-        self.state.batch = None
         made = make_cluster(replicas=4, **self.spec)
         made["spec"].setdefault("rollout", {"gate": GATE})
         made["spec"]["engine"] |= {"startupTimeoutSeconds": 100}
@@ -308,7 +308,7 @@ class Roll:
     def end_requests(self, **engines: tuple[int, int, int]) -> None:
         """So many requests ended, met their objectives and failed on each engine, at one router, so far."""
         total = [sum(counts) for counts in zip(*engines.values(), strict=True)]
-        self.state.outcomes.take(
+        self.state.rolling.outcomes.take(
             control_pb2.GetStatusResponse(
                 router_id="r1",
                 num_failed=total[2],
@@ -406,7 +406,7 @@ def test_a_batch_is_judged_by_what_ended_on_it_since_it_was_seen() -> None:
     pods = roll.make_pods(1, 3)
     begun = roll.decide(stored, pods)
     assert begun == roll.expect(stored)
-    assert (roll.state.batch.seen_s, roll.state.batch.total, roll.state.batch.on_new) == (
+    assert (roll.state.rolling.batch.seen_s, roll.state.rolling.batch.total, roll.state.rolling.batch.on_new) == (
         1000.0,
         Outcomes(150, 100, 50),
         Outcomes(50, 0, 50),
@@ -425,7 +425,7 @@ def test_a_batch_is_judged_by_what_ended_on_it_since_it_was_seen() -> None:
     # The next batch counts from where it is seen first.
     following = roll.begin(measured_since_s=8020, since_s=8010, num_passed=1)
     assert roll.decide(following, roll.make_pods(2, 2), now=1025.0).state == following
-    assert (roll.state.batch.seen_s, roll.state.batch.on_new) == (1025.0, Outcomes(60, 10, 50))
+    assert (roll.state.rolling.batch.seen_s, roll.state.rolling.batch.on_new) == (1025.0, Outcomes(60, 10, 50))
 
 
 def test_without_routers_there_are_no_figures() -> None:

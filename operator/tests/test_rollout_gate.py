@@ -232,7 +232,7 @@ async def test_a_roll_whose_engines_are_good_goes_on_batch_by_batch() -> None:
     assert rolling.world.conditions["Progressing"] == ("False", "Settled")
     assert "sluice.dev/rollout" not in rolling.world.deployment()["metadata"]["annotations"]
     # What ended on engines that are gone is forgotten: a cluster that lives for months has many of them.
-    counted = rolling.world.reconciler._states[KEY].outcomes._totals
+    counted = rolling.world.reconciler._states[KEY].rolling.outcomes._totals
     assert set(counted) == {"", *rolling.world.engine_uids}
 
 
