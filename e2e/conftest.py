@@ -22,6 +22,13 @@ NUM_REQUESTS = 220
 PORTS = "27000-27999"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps tests of one cluster on one worker of pytest-xdist (``--dist=loadgroup``)."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("shared" if "shared_cluster" in fixtures else item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def models() -> Path:
     """Folder with the tiny model, made once per checkout."""

@@ -6,6 +6,7 @@ model, keyed by the requests and the model, so that later runs compare at once.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import random
@@ -115,10 +116,13 @@ def answers(model: Path, requests: list[Request], cache: Path) -> list[Answer]:
     key.update(STOCK_VLLM.read_bytes())
     key.update((model / "model.safetensors").read_bytes())
     kept = cache / f"answers-{key.hexdigest()[:16]}.json"
-    if not kept.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        requests_file, fresh = cache / "requests.json", cache / "fresh.json"
-        requests_file.write_text(json.dumps(asked))
-        subprocess.run([sys.executable, str(STOCK_VLLM), str(model), str(requests_file), str(fresh)], check=True)
-        fresh.rename(kept)
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as lock:
+        # Another worker may be asking for the same.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            requests_file, fresh = cache / "requests.json", cache / "fresh.json"
+            requests_file.write_text(json.dumps(asked))
+            subprocess.run([sys.executable, str(STOCK_VLLM), str(model), str(requests_file), str(fresh)], check=True)
+            fresh.rename(kept)
     return [Answer(**answer) for answer in json.loads(kept.read_text())]
