@@ -17,7 +17,7 @@ from sluice_engine.kv_transfer.grants import GrantTable
 from sluice_engine.scheduling.iteration_timer import IterationTimer
 from sluice_engine.scheduling.kv_usage import KvUsage
 from sluice_engine.scheduling.load_measurement import measure_load
-from sluice_engine.scheduling.prefill_token_budget import PrefillTokenBudget, count_ending_decodes
+from sluice_engine.scheduling.prefill_chunks import PrefillChunks, count_ending_decodes
 from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest, track_request
 from sluice_engine.scheduling.scheduled_batch import describe_batch, settle_batch
 
@@ -272,7 +272,7 @@ class Room:
         self.free_blocks = 20
         usage: Any = SimpleNamespace(measure=lambda: KvBlocks(total=self.free_blocks, used=0))
         manager: Any = SimpleNamespace(get_computed_blocks=lambda request: (None, request.num_cached_tokens, False))
-        self.room = PrefillTokenBudget(
+        self.room = PrefillChunks(
             self.tracker, manager, usage, max_batch_tokens=512, block_size_tokens=BLOCK_SIZE, now_s=NOW_S
         )
 

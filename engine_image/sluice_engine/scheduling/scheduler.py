@@ -37,8 +37,8 @@ from sluice_engine.scheduling.load_measurement import measure_load
 from sluice_engine.scheduling.move_proposals import MoveProposer
 from sluice_engine.scheduling.phase_tracker import PhaseTracker
 from sluice_engine.scheduling.plan_in_force import PlanInForce
+from sluice_engine.scheduling.prefill_chunks import PrefillChunks
 from sluice_engine.scheduling.prefill_selection import PrefillSelection
-from sluice_engine.scheduling.prefill_token_budget import PrefillTokenBudget
 from sluice_engine.scheduling.prefix_recorder import PrefixRecorder
 from sluice_engine.scheduling.report_outbox import ReportOutbox
 from sluice_engine.scheduling.request_tracker import RequestTracker, track_request
@@ -85,7 +85,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         self._arrivals = ExpectedArrivals()
         self._kv_usage = KvUsage(manager, self._grants, self._hand_offs)
         self._allocator = GrantAllocator(manager, self._grants, self._kv_usage.count_blocks_of)
-        self._prefill_budget = PrefillTokenBudget(
+        self._prefill_chunks = PrefillChunks(
             self._tracker,
             manager,
             self._kv_usage,
@@ -266,7 +266,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         num_under_way, under_way_s = (
             self._timer.estimate_rest_s(self._plan.latency) if self._plan.policy.uses_latency else (0, 0.0)
         )
-        limits = self._prefill_budget.renew(
+        limits = self._prefill_chunks.renew(
             self._plan.command,
             self._plan.last_chunk_size_tokens,
             now_s,
@@ -275,11 +275,11 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         )
         if limits.returns_new_prompts:
             self._return_new_prompts()
-        self._selection.renew(now_s, self._prefill_budget.batch, self.waiting, has_seat=self._has_seat())
+        self._selection.renew(now_s, self._prefill_chunks.batch, self.waiting, has_seat=self._has_seat())
         self._order_running()
         output = super().schedule(throttle_prefills)
         self._selection.note_scheduled(output.total_num_scheduled_tokens)
-        self._prefill_budget.note_scheduled(output.total_num_scheduled_tokens)
+        self._prefill_chunks.note_scheduled(output.total_num_scheduled_tokens)
         if output.total_num_scheduled_tokens:
             self._settle_batch(output, started_s, now_s)
         return output
@@ -291,10 +291,10 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         if kind is RequestKind.DECODE or kind is RequestKind.JOINING:
             # Decodes are never cut; speculative decoding, the method's purpose, is refused. vLLM leaves out of the
             # iteration whoever gets 0, and serves those behind it.
-            return 0 if self._prefill_budget.hides(kind) else num_new_tokens
+            return 0 if self._prefill_chunks.hides(kind) else num_new_tokens
         if self._selection.hides(tracked) or (kind is RequestKind.NEW_PROMPT and not self._has_seat()):
             return 0
-        return self._prefill_budget.take(
+        return self._prefill_chunks.take(
             kind,
             num_new_tokens,
             request.num_tokens - num_computed_tokens,
@@ -307,7 +307,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         if self._recorder is not None:
             self._recorder.note_batch(output, batch)
         if batch.prefill_tokens:
-            self._prefill_budget.note_prefill(now_s)
+            self._prefill_chunks.note_prefill(now_s)
         self._phases.note_batch(now_s, batch)
         for tracked in batch.computing:
             if tracked.kind is RequestKind.JOINING and not tracked.is_moved_in:

@@ -1,4 +1,4 @@
-"""Prefills' part of vLLM's token budget, their room: the batch policy sets it before each ``schedule()``."""
+"""Gives each prefill its chunk of the room that the batch policy leaves to prefills in an iteration of vLLM."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from sluice_engine.scheduling.request_tracker import RequestTracker
 
 
-class PrefillTokenBudget:
-    """Tokens that prefills of one engine may compute in an iteration.
+class PrefillChunks:
+    """The room of prefills on one engine, and who gets how much of it.
 
     Args:
         tracker: The engine's requests.
