@@ -11,14 +11,14 @@ from sluice.v1 import control_pb2
 from sluice_cli.local_cluster.reconcile.local_roll import LocalRoll
 from sluice_cli.local_cluster.reconcile.reconcile_steps import DesiredProcesses
 from sluice_core.records import EngineId
-from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.condition_types import Failure, Reason
 from sluice_operator.api.manifest import parse_manifest
 from sluice_operator.controller.cluster_state import ClusterState
 from sluice_operator.controller.observation import ObservedRouters, ObservedState
 from sluice_operator.controller.rollout_step import decide_rollout
 from sluice_operator.planning.gated_roll import RollingEngine
 from sluice_operator.resources.engine_deployment import render_engines
-from sluice_operator.resources.pods.pod_status import Failure, Pod
+from sluice_operator.resources.pods.pod_status import Pod
 from sluice_operator.resources.rolling_update import mark_rollout
 from sluice_operator.resources.rollout_hash import (
     RESTARTS_ENGINES,

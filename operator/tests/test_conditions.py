@@ -12,7 +12,7 @@ from sluice.v1 import control_pb2, plan_pb2
 from sluice_core.records import Role
 from sluice_core.slo import SloCounts
 from sluice_engine.errors import ModelRefusedError, RdmaError, SettingsError, UnsupportedVllmError
-from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
+from sluice_operator.api.condition_types import REASONS, ConditionType, Failure, Reason
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune.search_messages import SearchResult
@@ -21,7 +21,8 @@ from sluice_operator.controller.events import is_warning, list_transitions, rend
 from sluice_operator.controller.status import make_patch, render_status
 from sluice_operator.controller.status_inputs import StatusInputs
 from sluice_operator.planning.scale_down import ScaleDecision
-from sluice_operator.resources.pods.pod_status import ENGINE_REFUSAL_EXIT_CODES, NO_RDMA_EXIT_CODE, Failure, read_pod
+from sluice_operator.resources.pods.pod_failures import ENGINE_REFUSAL_EXIT_CODES, NO_RDMA_EXIT_CODE
+from sluice_operator.resources.pods.pod_status import read_pod
 from sluice_operator.routers.engine_reports import EngineReport
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from children_harness import check
 
-from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.condition_types import Failure, Reason
 from sluice_operator.api.labels import (
     DEFAULT_IMAGE_ANNOTATION,
     RESTART_HASH_ANNOTATION,
@@ -17,7 +17,6 @@ from sluice_operator.api.labels import (
 )
 from sluice_operator.resources.default_images import DefaultImages, keep_default_images
 from sluice_operator.resources.deployment_status import find_pod_refusals, is_rolling, is_whole
-from sluice_operator.resources.pods.pod_status import Failure
 from sluice_operator.resources.rolling_update import hold_split, mark_rollout, render_rolling_update
 from sluice_operator.resources.rollout_state import RolloutState, find_roll, hash_of, went_back
 

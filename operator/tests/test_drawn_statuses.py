@@ -24,7 +24,7 @@ from test_conditions import FAILURES, QUOTA, RDMA, SECURITY, deployment, make_po
 from sluice.v1 import control_pb2
 from sluice_core.records import EngineId, Role
 from sluice_core.slo import SloCounts
-from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
+from sluice_operator.api.condition_types import REASONS, ConditionType, Failure, Reason
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autoscaling.condition import ScaleStatus
@@ -39,7 +39,6 @@ from sluice_operator.planning.plan_message import render_plan
 from sluice_operator.planning.pod_patches import render_pod_patches
 from sluice_operator.planning.rollout_gate import GateDecision
 from sluice_operator.planning.scale_down import ScaleDecision
-from sluice_operator.resources.pods.pod_status import Failure
 from sluice_operator.resources.rollout_state import RolloutState
 from sluice_operator.routers.engine_reports import has_acknowledged, merge_reports, needs_reconcile
 

@@ -11,12 +11,11 @@ from fake_kubernetes import FakeKubernetes, make_cluster
 from test_planning_rules import POD
 
 from sluice.v1 import control_pb2
-from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.condition_types import Failure, Reason
 from sluice_operator.api.names import ClusterKey
 from sluice_operator.controller.observation import ObservedState, observe_children, observe_plan_inputs, observe_routers
 from sluice_operator.kubernetes.errors import BusyError, ForbiddenError, KubernetesError
 from sluice_operator.resources.certificates import find_certificate_failures
-from sluice_operator.resources.pods.pod_status import Failure
 
 KEY = ClusterKey("ns", "tiny")
 API_VERSIONS = {

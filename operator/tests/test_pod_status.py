@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.condition_types import Failure, Reason
 from sluice_operator.api.labels import (
     CONTROL_TLS_ANNOTATION,
     DELETION_COST,
@@ -17,7 +17,8 @@ from sluice_operator.api.labels import (
     RESTART_HASH_ANNOTATION,
     ROLE_LABEL,
 )
-from sluice_operator.resources.pods.pod_status import CRASH_LOOP_RESTARTS, Failure, Pod, read_pod
+from sluice_operator.resources.pods.pod_failures import CRASH_LOOP_RESTARTS
+from sluice_operator.resources.pods.pod_status import Pod, read_pod
 
 COMMIT = "0123456789" * 4
 CREATED = "2026-01-02T03:04:05Z"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from fake_kubernetes import make_cluster
@@ -14,7 +14,7 @@ from test_planning_rules import POD
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_core.slo import SloCounts
-from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.condition_types import Failure, Reason
 from sluice_operator.api.labels import (
     DEFAULT_IMAGE_ANNOTATION,
     RESTART_HASH_ANNOTATION,
@@ -33,11 +33,13 @@ from sluice_operator.planning.model_switch import ModelSwitch, SplitStep
 from sluice_operator.planning.plan_store import StoredPlan
 from sluice_operator.planning.rollout_gate import RollFacts, decide_gate
 from sluice_operator.planning.scale_down import ScaleDecision
-from sluice_operator.resources.pods.pod_status import Failure, Pod
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash
 from sluice_operator.resources.rollout_state import RolloutState
 from sluice_operator.routers.engine_outcomes import Outcomes
 from sluice_operator.routers.engine_reports import EngineReport
+
+if TYPE_CHECKING:
+    from sluice_operator.resources.pods.pod_status import Pod
 
 UID = "u"
 REPORT = EngineReport(

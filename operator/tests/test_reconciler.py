@@ -14,7 +14,7 @@ from test_conditions import find
 
 from sluice.v1 import control_pb2
 from sluice_core.slo import SloCounts
-from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.condition_types import Failure, Reason
 from sluice_operator.controller.cluster_state import DEFER_S
 from sluice_operator.controller.reconciler import DEGRADED_REQUEUE_S
 from sluice_operator.kubernetes.errors import BusyError, ForbiddenError
@@ -23,7 +23,6 @@ from sluice_operator.planning.drain_timeout import DRAIN_MARGIN_S
 from sluice_operator.planning.rollout_gate import GateDecision
 from sluice_operator.planning.scale_down import ScaleDecision
 from sluice_operator.planning.upgrades import SETTLE_S
-from sluice_operator.resources.pods.pod_status import Failure
 
 
 async def test_a_new_cluster_gets_its_children_a_plan_and_roles() -> None:

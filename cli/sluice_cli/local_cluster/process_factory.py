@@ -12,7 +12,7 @@ from sluice_cli.processes.child_processes import LaunchSpec
 from sluice_cli.processes.supervisor import SupervisedProcess
 from sluice_operator.api import names
 from sluice_operator.resources import command_lines
-from sluice_operator.resources.pods.pod_status import ENGINE_REFUSAL_EXIT_CODES
+from sluice_operator.resources.pods.pod_failures import ENGINE_REFUSAL_EXIT_CODES
 from sluice_operator.routers.router_connection import RouterConnection
 
 if TYPE_CHECKING:

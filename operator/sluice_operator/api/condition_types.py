@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -165,3 +166,16 @@ REASONS: dict[ConditionType, tuple[Reason, ...]] = {
         Reason.SEARCH_FAILED,
     ),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A cause for a condition: something failed and needs attention.
+
+    Args:
+        reason: In one word.
+        message: The object concerned, what is wrong with it, what to do.
+    """
+
+    reason: Reason
+    message: str

@@ -13,6 +13,7 @@ from sluice_operator.resources.certificates import find_certificate_failures
 from sluice_operator.resources.children import RenderInputs, key_of, render_children
 
 if TYPE_CHECKING:
+    from sluice_operator.api.condition_types import Failure
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
     from sluice_operator.controller.plan_step import PlanOutcome
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from sluice_operator.kubernetes.objects import Object
     from sluice_operator.kubernetes.own_writes import OwnWrites
     from sluice_operator.planning.rollout_gate import GateDecision
-    from sluice_operator.resources.pods.pod_status import Failure
     from sluice_operator.settings import OperatorSettings
 
 

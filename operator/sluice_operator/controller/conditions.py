@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from sluice_core.slo import SloCounts
 from sluice_operator.api import names
-from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
-from sluice_operator.resources.pods.pod_status import Failure
+from sluice_operator.api.condition_types import REASONS, ConditionType, Failure, Reason
 from sluice_operator.routers.engine_reports import find_refused_engines
 
 if TYPE_CHECKING:

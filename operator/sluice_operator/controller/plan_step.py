@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from sluice_core.records import EngineId
+    from sluice_operator.api.condition_types import Failure
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.controller.cluster_state import ClusterState
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from sluice_operator.kubernetes.objects import Object
     from sluice_operator.kubernetes.own_writes import OwnWrites
     from sluice_operator.planning.node_notices import NodeNotices
-    from sluice_operator.resources.pods.pod_status import Failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
-from sluice_operator.api.condition_types import ConditionType, Reason
+from sluice_operator.api.condition_types import ConditionType, Failure, Reason
 from sluice_operator.api.manifest import ManifestError, check_manifest
 from sluice_operator.kubernetes.kinds import CERTIFICATES
 from sluice_operator.resources.certificates import uses_cert_manager
-from sluice_operator.resources.pods.pod_status import Failure
 from sluice_operator.resources.pods.user_pod_template import find_refused_affinity_terms, find_refused_fields
 
 if TYPE_CHECKING:

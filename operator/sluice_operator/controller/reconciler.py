@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sluice.v1 import control_pb2
+    from sluice_operator.api.condition_types import Failure
     from sluice_operator.api.names import ClusterKey
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.autoscaling.capacity_process import RunCapacitySearch
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from sluice_operator.controller.preconditions import SpecVerdict
     from sluice_operator.kubernetes.interface import Kubernetes
     from sluice_operator.kubernetes.objects import Object
-    from sluice_operator.resources.pods.pod_status import Failure
     from sluice_operator.routers.connection_table import Routers
     from sluice_operator.settings import OperatorSettings
 

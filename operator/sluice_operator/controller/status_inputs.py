@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from sluice.v1 import control_pb2, plan_pb2
     from sluice_core.records import EngineId
     from sluice_core.slo import SloCounts
+    from sluice_operator.api.condition_types import Failure
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.autoscaling.condition import ScaleStatus
     from sluice_operator.autoscaling.stored_scale import StoredScale
     from sluice_operator.autotune.condition import AutotuneStatus
     from sluice_operator.autotune.search_messages import SearchResult
     from sluice_operator.kubernetes.objects import Object
-    from sluice_operator.resources.pods.pod_status import Failure, Pod
+    from sluice_operator.resources.pods.pod_status import Pod
     from sluice_operator.routers.engine_reports import EngineReport
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.condition_types import Failure, Reason
 from sluice_operator.kubernetes.errors import ForbiddenError, InvalidError, exceeds_quota
 from sluice_operator.kubernetes.kinds import CERTIFICATES, DISRUPTION_BUDGETS, kind_of
 from sluice_operator.kubernetes.objects import name_of, uid_of
@@ -16,7 +16,6 @@ from sluice_operator.resources.owner_references import (
     is_owned,
     set_controller_reference,
 )
-from sluice_operator.resources.pods.pod_status import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Collection, Mapping

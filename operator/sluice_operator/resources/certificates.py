@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
-from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.condition_types import Failure, Reason
 from sluice_operator.api.labels import label_child
 from sluice_operator.kubernetes.kinds import CERTIFICATES
 from sluice_operator.kubernetes.objects import name_of
-from sluice_operator.resources.pods.pod_status import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

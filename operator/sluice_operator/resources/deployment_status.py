@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.condition_types import Failure, Reason
 from sluice_operator.kubernetes.errors import exceeds_quota
-from sluice_operator.resources.pods.pod_status import Failure
 
 if TYPE_CHECKING:
     from sluice_operator.kubernetes.objects import Object

@@ -7,12 +7,11 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.condition_types import Failure, Reason
 from sluice_operator.api.labels import APPLIED_HASH_ANNOTATION
 from sluice_operator.kubernetes.errors import ConflictError
 from sluice_operator.kubernetes.kinds import CLUSTERS
 from sluice_operator.kubernetes.objects import annotations_of, name_of
-from sluice_operator.resources.pods.pod_status import Failure
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster

@@ -1,4 +1,4 @@
-"""Reads a pod's status, and why it does not serve as a condition's reason."""
+"""Reads a pod."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from sluice_core.records import EngineId
-from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.labels import (
     CONTROL_TLS_ANNOTATION,
     DELETION_COST,
@@ -18,45 +17,14 @@ from sluice_operator.api.labels import (
     RESTART_HASH_ANNOTATION,
     ROLE_LABEL,
 )
-from sluice_operator.api.model_identity import COMMIT, REVISION_KEY_PREFIX
-from sluice_operator.api.names import ENGINE
+from sluice_operator.api.model_identity import COMMIT
 from sluice_operator.kubernetes.objects import annotations_of, labels_of, name_of, uid_of
 from sluice_operator.resources.pods.model_volume import RESOLVE_MODEL
-from sluice_operator.resources.pods.rdma import PREFLIGHT
+from sluice_operator.resources.pods.pod_failures import find_pod_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from sluice_operator.api.condition_types import Failure
     from sluice_operator.kubernetes.objects import Object
-
-# A container that ended this often is not one that was moved or killed once.
-CRASH_LOOP_RESTARTS = 2
-# The engine's, where RDMA is required and KV would not go over it.
-NO_RDMA_EXIT_CODE = 6
-# The engine's, where it cannot start whatever is tried: its command line, vLLM's version, the model.
-ENGINE_REFUSAL_EXIT_CODES = frozenset({2, 3, 7})
-WAITING_REASONS = {
-    "ImagePullBackOff": Reason.IMAGE_PULL_BACK_OFF,
-    "ErrImagePull": Reason.IMAGE_PULL_BACK_OFF,
-    "InvalidImageName": Reason.IMAGE_PULL_BACK_OFF,
-    "ErrImageNeverPull": Reason.IMAGE_PULL_BACK_OFF,
-    "CrashLoopBackOff": Reason.CRASH_LOOP,
-    "CreateContainerConfigError": Reason.MOUNT_FAILED,
-    "CreateContainerError": Reason.MOUNT_FAILED,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """A cause for a condition: something failed and needs attention.
-
-    Args:
-        reason: In one word.
-        message: The object concerned, what is wrong with it, what to do.
-    """
-
-    reason: Reason
-    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +96,7 @@ def read_pod(content: Object) -> Pod:
         is_ready=is_ready,
         is_ending="deletionTimestamp" in content["metadata"],
         has_ended=status.get("phase") in ("Failed", "Succeeded"),
-        failure=next(_find_failure(content, status), None),
+        failure=find_pod_failure(content),
         created=content["metadata"].get("creationTimestamp") or "",
         goes_next=cost == DRAINED_DELETION_COST,
         draining_since_s=float(since) if since.isdecimal() else None,
@@ -158,61 +126,3 @@ def _read_revision(status: Object) -> str:
         if container["name"] == RESOLVE_MODEL and COMMIT.fullmatch(ended.get("message") or ""):
             return str(ended["message"])
     return ""
-
-
-def _find_failure(content: Object, status: Object) -> Iterator[Failure]:
-    name = name_of(content)
-    for condition in status.get("conditions") or []:
-        if condition["type"] == "PodScheduled" and condition.get("reason") == "Unschedulable":
-            advice = "free or add nodes, or ask for less in spec.engine.resources"
-            yield Failure(
-                reason=Reason.UNSCHEDULABLE, message=f"pod {name} fits no node ({condition.get('message')}); {advice}"
-            )
-    preparations = status.get("initContainerStatuses") or []
-    for container in [*preparations, *(status.get("containerStatuses") or [])]:
-        yield from _find_container_failure(name, container)
-
-
-def is_rdma_refusal(container: Object, ended: Object) -> bool:
-    """Whether a container ended because RDMA cannot be used: the check before the engine, or the engine's own."""
-    if container["name"] == PREFLIGHT:
-        return bool(ended.get("exitCode"))
-    return not container.get("ready") and ended.get("exitCode") == NO_RDMA_EXIT_CODE
-
-
-def is_engine_refusal(container: Object, ended: Object) -> bool:
-    """Whether an engine ended because it cannot start, so that the next try ends the same."""
-    is_engine = container["name"] == ENGINE and not container.get("ready")
-    return is_engine and ended.get("exitCode") in ENGINE_REFUSAL_EXIT_CODES
-
-
-def _find_container_failure(pod: str, container: Object) -> Iterator[Failure]:
-    waiting = (container.get("state") or {}).get("waiting") or {}
-    reason = WAITING_REASONS.get(waiting.get("reason", ""))
-    if REVISION_KEY_PREFIX in (waiting.get("message") or ""):
-        # It waits until the operator has stored the revision.
-        return
-    ended = (container.get("lastState") or {}).get("terminated") or (container.get("state") or {}).get("terminated")
-    where = f"container {container['name']} of pod {pod}"
-    if ended and is_rdma_refusal(container, ended):
-        what = ended.get("message") or f"exit code {ended.get('exitCode')}"
-        yield Failure(reason=Reason.PREFLIGHT_FAILED, message=f"{where}: {what}")
-    elif ended and is_engine_refusal(container, ended):
-        what = ended.get("message") or f"exit code {ended.get('exitCode')}"
-        advice = "it starts when the spec or the model is another; see EngineRefused in the runbook"
-        yield Failure(reason=Reason.ENGINE_REFUSED, message=f"{where} refuses to start: {what}; {advice}")
-    elif reason is Reason.CRASH_LOOP or (
-        not container.get("ready") and ended and container.get("restartCount", 0) >= CRASH_LOOP_RESTARTS
-    ):
-        how = f"{ended.get('reason', 'Error')}, exit code {ended.get('exitCode')}" if ended else "it keeps ending"
-        yield Failure(
-            reason=Reason.CRASH_LOOP,
-            message=f"{where} keeps ending ({how}); read `kubectl logs {pod} -c {container['name']} --previous`",
-        )
-    elif reason is Reason.IMAGE_PULL_BACK_OFF:
-        # The kubelet's message changes with every attempt; a message that changes is a status write each time.
-        advice = "check its name, and that the node may pull it"
-        yield Failure(reason=reason, message=f"image {container.get('image')} of {where} cannot be pulled; {advice}")
-    elif reason:
-        said = waiting.get("message") or waiting.get("reason")
-        yield Failure(reason=reason, message=f"{where} cannot start: {said}; read `kubectl describe pod {pod}`")
