@@ -49,7 +49,7 @@ PATCHING_TESTS = tuple(
     f"router/tests/test_{name}.py" for name in ("api_keys", "held_requests", "kv_copies", "prefixes", "router_edges")
 )
 # Some tests of these derive from what is compiled, and are skipped on the wheel.
-DERIVING_TESTS = ("core/tests/test_decode_counts.py", "core/tests/test_prefill_queue.py")
+DERIVING_TESTS = tuple(f"core/tests/test_{name}.py" for name in ("decode_counts", "ecoserve", "prefill_queue"))
 COMPILED_TESTS = ("core/tests", "router/tests", *(f"--ignore={path}" for path in PATCHING_TESTS))
 IS_COMPILED = """
 import sys
