@@ -10,12 +10,13 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import FrameType
 
 # Time for a process to print where it stood.
@@ -144,6 +145,22 @@ def run_pytest(
     # A run that ends before it reports (an import error, a signal) has failed too, and so has one without a test.
     if status != 0 or not counts.passed:
         counts.failed = max(1, counts.failed)
+    return counts
+
+
+def run_side_by_side(first: Callable[[], Counts], second: Callable[[IO[bytes]], Counts]) -> Counts:
+    """Runs two steps at a time, and adds their counts.
+
+    Args:
+        first: Prints as it goes.
+        second: Prints to the file that it is given, which is shown at the end.
+    """
+    with tempfile.TemporaryFile() as output, ThreadPoolExecutor(1) as thread:
+        other = thread.submit(second, output)
+        counts = first()
+        counts.add(other.result())
+        output.seek(0)
+        print(output.read().decode(errors="replace"), flush=True)
     return counts
 
 

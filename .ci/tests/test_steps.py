@@ -7,11 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
-from steps import read_report, run_limited
+from steps import Counts, read_report, run_limited, run_side_by_side
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["-p", "conftest", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", str(ROOT / "pyproject.toml")]
@@ -135,3 +137,20 @@ def test_an_expected_skip_is_counted_with_its_reason(tmp_path: Path) -> None:
         check=True,
     )
     assert [skip.rpartition(": ")[2] for skip in read_report(report).skips] == ["this machine has RDMA devices"]
+
+
+def test_two_steps_run_at_the_same_time_and_both_count(capfd: pytest.CaptureFixture[str]) -> None:
+    both_run = threading.Barrier(2, timeout=10)
+
+    def run_first() -> Counts:
+        both_run.wait()
+        print("first", flush=True)
+        return Counts(passed=2, failed=1)
+
+    def run_second(output: IO[bytes]) -> Counts:
+        output.write(b"second")
+        both_run.wait()
+        return Counts(passed=3, skips=["why"])
+
+    assert run_side_by_side(run_first, run_second) == Counts(passed=5, failed=1, skips=["why"])
+    assert capfd.readouterr().out == "first\nsecond\n"

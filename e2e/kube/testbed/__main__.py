@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +65,7 @@ def test(arguments: tuple[str, ...]) -> None:
 
     Without arguments two clusters run side by side: one makes this machine a node, one has nodes that kwok plays.
     """
-    from steps import Counts, end_steps_with_this_process, run_pytest  # noqa: PLC0415 - .ci, which only `make` names
+    from steps import Counts, end_steps_with_this_process, run_pytest, run_side_by_side  # noqa: PLC0415 - .ci, which only `make` names
 
     def run_half(half: str, **options: Any) -> Counts:
         return run_pytest(["--durations=5", f"--nodes={half}", str(TESTS)], limit_s=LIMIT_S, folder=ROOT, **options)
@@ -82,12 +80,9 @@ def test(arguments: tuple[str, ...]) -> None:
         else:
             settings.append(_settings_of_played_nodes(settings[0]))
             place = {"SLUICE_KUBE_FOLDER": str(settings[1].folder), "SLUICE_KUBE_PORT": str(settings[1].ports.api)}
-            with tempfile.TemporaryFile() as output, ThreadPoolExecutor(1) as thread:
-                played = thread.submit(run_half, "played", environment=place, output=output)
-                counts = run_half("real")
-                counts.add(played.result())
-                output.seek(0)
-                print(output.read().decode(errors="replace"), flush=True)
+            counts = run_side_by_side(
+                lambda: run_half("real"), lambda output: run_half("played", environment=place, output=output)
+            )
     except TestbedError as error:
         print(f"testbed: {error}")
         counts = Counts(failed=1)
