@@ -35,7 +35,7 @@ class DemandForecast:
     """
 
     lead_s: float
-    quantile: float = 0.85
+    quantile: float = 0.97
     counts: tuple[float, ...] = ()
     bin_start_s: float | None = None
     bin_count: float = 0.0
