@@ -15,9 +15,8 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
-from steps import Counts, end_steps_with_this_process, run_limited, run_pytest, run_side_by_side
+from steps import Counts, end_steps_with_this_process, run_limited, run_pytest
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -34,11 +33,8 @@ UNIT_TESTS = (".ci/tests", "protos/tests", "operator/tests", "cli/tests", "bench
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
 # These start engines by the file, on two cores; each worker has ports of its own.
 ENGINE_TESTS = ("--numprocesses=2", "--dist=loadfile", "engine_image/tests")
-# These start clusters. Two run at a time, each on ports of its own, since a cluster often waits.
-SHARED_CLUSTER_TESTS = ("e2e", "--clusters=shared")
-OWN_CLUSTER_TESTS = ("e2e", "--clusters=own")
-# What documents show uses the ports that they name.
-DOCUMENT_TESTS = ("docs/tests",)
+# These start clusters, whose searches and objectives need every core, so they run one at a time.
+CLUSTER_TESTS = ("e2e", "docs/tests")
 # Limits of steps, several times what they take on two quiet cores.
 CHECK_LIMIT_S = 900.0
 UNIT_TESTS_LIMIT_S = 1200.0
@@ -121,22 +117,10 @@ def run_check(name: str, folder: str, command: tuple[str, ...]) -> bool:
     return status == 0
 
 
-def run_tests(
-    arguments: list[str], *, limit_s: float, on_wheel: bool = False, output: IO[bytes] | None = None
-) -> Counts:
+def run_tests(arguments: list[str], *, limit_s: float, on_wheel: bool = False) -> Counts:
     """Runs tests, of the checkout or of the wheel."""
     environment = {"PYTHONPATH": str(COMPILED)} if on_wheel else None
-    return run_pytest(
-        ["--durations=10", *arguments], limit_s=limit_s, folder=ROOT, environment=environment, output=output
-    )
-
-
-def run_cluster_tests() -> Counts:
-    """Runs the tests on the shared cluster beside those that start their own."""
-    return run_side_by_side(
-        lambda: run_tests([*SHARED_CLUSTER_TESTS], limit_s=ENGINE_TESTS_LIMIT_S),
-        lambda output: run_tests([*OWN_CLUSTER_TESTS], limit_s=ENGINE_TESTS_LIMIT_S, output=output),
-    )
+    return run_pytest(["--durations=10", *arguments], limit_s=limit_s, folder=ROOT, environment=environment)
 
 
 def main() -> None:
@@ -156,8 +140,8 @@ def main() -> None:
         counts.add(run_tests([*ON_ALL_CORES, *COMPILED_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
         counts.add(run_tests([*ON_ALL_CORES, *PATCHING_TESTS, *DERIVING_TESTS], limit_s=UNIT_TESTS_LIMIT_S))
         counts.add(run_tests([*ENGINE_TESTS], limit_s=ENGINE_TESTS_LIMIT_S))
-        counts.add(run_cluster_tests())
-        counts.add(run_tests([*DOCUMENT_TESTS], limit_s=ENGINE_TESTS_LIMIT_S))
+        for folder in CLUSTER_TESTS:
+            counts.add(run_tests([folder], limit_s=ENGINE_TESTS_LIMIT_S))
     print(*(f"skipped  {skip}" for skip in counts.skips), sep="\n")
     print(counts)
     sys.exit(1 if counts.failed else 0)

@@ -22,21 +22,6 @@ NUM_REQUESTS = 220
 PORTS = "27000-27999"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option by which CI runs two halves side by side."""
-    help_ = "only tests on the shared cluster, or only those that start their own"
-    parser.addoption("--clusters", choices=("shared", "own"), help=help_)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests of the other half."""
-    if (half := config.getoption("--clusters")) is None:
-        return
-    chosen = [item for item in items if ("shared_cluster" in getattr(item, "fixturenames", ())) == (half == "shared")]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = chosen
-
-
 @pytest.fixture(scope="session")
 def models() -> Path:
     """Folder with the tiny model, made once per checkout."""
