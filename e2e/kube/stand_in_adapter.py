@@ -9,14 +9,13 @@ import base64
 import datetime as dt
 import json
 import ssl
-import threading
 import urllib.request
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 import trustme
+from stand_in_server import QuietHandler, serve
 
 from sluice_operator.api import names
 from sluice_operator.api.ports import METRICS_PORT
@@ -46,10 +45,8 @@ def run_stand_in_adapter(cluster: PodCluster, address: str) -> Iterator[dict[str
     """
     answered: dict[str, list[float]] = {}
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
             url = urlsplit(self.path)
             metric = url.path.removeprefix(f"{ROOT_PATH}/namespaces/{cluster.namespace}/")
             service = parse_qs(url.query).get("labelSelector", [""])[0].removeprefix("service=")
@@ -63,32 +60,18 @@ def run_stand_in_adapter(cluster: PodCluster, address: str) -> Iterator[dict[str
                 self._answer(make_value_list(metric, values[-1]))
 
         def _answer(self, content: Any) -> None:
-            body = json.dumps(content).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Says nothing."""
+            self.answer(json.dumps(content).encode(), **{"Content-Type": "application/json"})
 
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert(f"{NAME}.{cluster.namespace}.svc").configure_cert(context)
-    server = ThreadingHTTPServer((address, 0), Handler)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    objects = render_registration(cluster.namespace, address, server.server_port, authority.cert_pem.bytes())
-    try:
-        cluster.client.apply(*objects)
-        yield answered
-    finally:
-        cluster.client.kubectl("delete", "apiservice", objects[-1]["metadata"]["name"])
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serve(address, Handler, context) as port:
+        objects = render_registration(cluster.namespace, address, port, authority.cert_pem.bytes())
+        try:
+            cluster.client.apply(*objects)
+            yield answered
+        finally:
+            cluster.client.kubectl("delete", "apiservice", objects[-1]["metadata"]["name"])
 
 
 def sum_metric(cluster: PodCluster, component: str, metric: str) -> float:

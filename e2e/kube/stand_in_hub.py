@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
+
+from stand_in_server import QuietHandler, serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,10 +32,8 @@ def run_stand_in_hub(address: str, name: str, folder: Path) -> Iterator[str]:
     information = json.dumps({"id": name, "sha": COMMIT}).encode()
     tree = json.dumps([{"type": "file", "path": file, "size": len(files[file]), "oid": "0"} for file in files]).encode()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
             path, _, file = self.path.partition("?")[0].partition(f"/resolve/{COMMIT}/")
             if path == f"/{name}" and file in files:
                 self._answer(files[file], ETag=f'"{hashlib.sha256(files[file]).hexdigest()}"')
@@ -49,22 +47,7 @@ def run_stand_in_hub(address: str, name: str, folder: Path) -> Iterator[str]:
         do_HEAD = do_GET  # noqa: N815 - the name that http.server calls
 
         def _answer(self, body: bytes, **headers: str) -> None:
-            self.send_response(200)
-            for key, value in {"Content-Length": str(len(body)), "X-Repo-Commit": COMMIT, **headers}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
+            self.answer(body, **{"X-Repo-Commit": COMMIT}, **headers)
 
-        def log_message(self, *_: object) -> None:
-            """Says nothing."""
-
-    server = ThreadingHTTPServer((address, 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://{address}:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serve(address, Handler) as port:
+        yield f"http://{address}:{port}"
