@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from test_strategy_comparison import GOODPUTS_RPS, Formulas, make_cell
 
-from sluice_cli.simulation import plan_search, trial_pool, worker_processes
+from sluice_cli.simulation import plan_search, worker_processes
 from sluice_cli.simulation.plan_inputs import PlanInputs, make_inputs
 from sluice_cli.simulation.plan_search import search_plan
 from sluice_cli.simulation.trace_cache import load_rows
@@ -95,12 +95,12 @@ def test_a_pool_answers_in_order_and_its_processes_are_told_the_problem_once(
         def shutdown(self, **options: bool) -> None:
             told.append(options)
 
-    def start(num_processes: int, prepare: Any, problem: Any) -> Processes:
+    def start(num_processes: int, begin: Any, prepare: Any, problem: Any) -> Processes:
         told.append((num_processes, problem))
-        prepare(problem)
+        begin(prepare, problem)
         return Processes()
 
-    monkeypatch.setattr(trial_pool, "start_workers", start)
+    monkeypatch.setattr(worker_processes, "start_workers", start)
     with TrialPool(inputs.problem, 2) as pool:
         assert pool.run(trials) == expected
     assert told == [(2, inputs.problem), {"cancel_futures": True}]

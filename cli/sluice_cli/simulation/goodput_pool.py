@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from sluice_cli.simulation.worker_processes import start_workers
+from sluice_cli.simulation.worker_processes import WorkerPool
 from sluice_core.planning.parallelism.phase_goodput import GoodputMeter, GoodputTask
 
 if TYPE_CHECKING:
@@ -12,20 +12,13 @@ if TYPE_CHECKING:
 
     from sluice_core.planning.parallelism.phase_runs import PhaseWorkload
 
-_meters: list[GoodputMeter] = []
+
+def _prepare(workload: PhaseWorkload) -> Callable[[GoodputTask], float]:
+    return GoodputMeter(workload).measure
 
 
-def _prepare(workload: PhaseWorkload) -> None:
-    """Once per process: what all its runs share."""
-    _meters[:] = [GoodputMeter(workload)]
-
-
-def _measure(task: GoodputTask) -> float:
-    return _meters[0].measure(task)
-
-
-class GoodputPool:
-    """Processes that find goodputs, in a ``with`` block; results do not depend on how many there are.
+class GoodputPool(WorkerPool[GoodputTask, float]):
+    """Processes that find goodputs.
 
     Args:
         workload: What instances are to serve.
@@ -34,24 +27,15 @@ class GoodputPool:
     """
 
     def __init__(self, workload: PhaseWorkload, num_processes: int, report: Callable[[float, str], None]) -> None:
-        self._meter = GoodputMeter(workload)
-        self._pool = start_workers(num_processes, _prepare, workload)
+        super().__init__(_prepare, workload, num_processes)
         self._report = report
         self._num_done = 0
 
     def run(self, tasks: Sequence[GoodputTask]) -> list[float]:
         """Finds goodputs, in the order of the tasks."""
         found = []
-        measured = map(self._meter.measure, tasks) if self._pool is None else self._pool.map(_measure, tasks)
-        for goodput_rps in measured:
+        for goodput_rps in self.map(tasks):
             found.append(goodput_rps)
             self._num_done += 1
             self._report(len(found) / len(tasks), f"{self._num_done} instances simulated")
         return found
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from sluice_cli.simulation.worker_processes import start_workers
+from sluice_cli.simulation.worker_processes import WorkerPool
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-_evaluators: list[TrialEvaluator] = []
+    from collections.abc import Callable, Sequence
 
 
-def _prepare(problem: PlanningProblem) -> None:
-    """Once per process: what all its runs share."""
-    _evaluators[:] = [TrialEvaluator(problem)]
+def _prepare(problem: PlanningProblem) -> Callable[[SearchTrial], TrialResult]:
+    return TrialEvaluator(problem).evaluate
 
 
-def _evaluate(trial: SearchTrial) -> TrialResult:
-    return _evaluators[0].evaluate(trial)
-
-
-class TrialPool:
-    """Processes that simulate trials, in a ``with`` block; results do not depend on how many there are.
+class TrialPool(WorkerPool[SearchTrial, TrialResult]):
+    """Processes that simulate trials.
 
     Args:
         problem: What is planned for.
@@ -31,18 +24,8 @@ class TrialPool:
     """
 
     def __init__(self, problem: PlanningProblem, num_processes: int) -> None:
-        self._evaluator = TrialEvaluator(problem)
-        self._pool = start_workers(num_processes, _prepare, problem)
+        super().__init__(_prepare, problem, num_processes)
 
     def run(self, trials: Sequence[SearchTrial]) -> list[TrialResult]:
         """Simulates trials, in their order."""
-        if self._pool is None:
-            return [self._evaluator.evaluate(trial) for trial in trials]
-        return list(self._pool.map(_evaluate, trials))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        return list(self.map(trials))

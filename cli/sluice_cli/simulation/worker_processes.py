@@ -5,13 +5,53 @@ from __future__ import annotations
 import gc
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from sluice_core.sim import pickling  # noqa: F401 - clusters, trials and summaries go between processes
 from sluice_core.sim.sim_setup import GC_THRESHOLD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
+
+TaskT = TypeVar("TaskT")
+ResultT = TypeVar("ResultT")
+# What a process of a pool does with a task.
+_work: list[Callable[[Any], Any]] = []
+
+
+class WorkerPool(Generic[TaskT, ResultT]):
+    """Processes that work on one problem, in a ``with`` block; results do not depend on how many there are.
+
+    Args:
+        prepare: Called once per process with the problem; returns what to do with a task. A module's function.
+        problem: What all tasks share.
+        num_processes: 1: this process.
+    """
+
+    def __init__(
+        self, prepare: Callable[[Any], Callable[[TaskT], ResultT]], problem: object, num_processes: int
+    ) -> None:
+        self._work = prepare(problem)
+        self._pool = start_workers(num_processes, _keep_work, prepare, problem)
+
+    def map(self, tasks: Iterable[TaskT]) -> Iterator[ResultT]:
+        """Does tasks; results come in their order."""
+        return map(self._work, tasks) if self._pool is None else self._pool.map(_do_work, tasks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def _keep_work(prepare: Callable[[Any], Callable[[Any], Any]], problem: object) -> None:
+    _work[:] = [prepare(problem)]
+
+
+def _do_work(task: Any) -> Any:
+    return _work[0](task)
 
 
 def start_workers(
