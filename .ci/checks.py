@@ -70,12 +70,7 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (
             "mypy",
             *PACKAGES,
-            "benchmarks/papers",
-            "benchmarks/placement",
-            "benchmarks/planning",
-            "benchmarks/profiles",
-            "benchmarks/simulator/run.py",
-            "benchmarks/strategies",
+            "benchmarks",
             "examples/tiny_model.py",
             "e2e/kube/testbed",
             "requirements",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import yaml
-from scrape import read_page
+from benchmarks.operator.scrape import read_page
 from testbed.cluster import run_testbed
 from testbed.fake_nodes import make_node
 from testbed.settings import ROOT, make_settings

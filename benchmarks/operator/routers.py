@@ -68,6 +68,8 @@ class PlayedRouters(control_pb2_grpc.ControlServicer):
         self._clusters: dict[str, PlayedCluster] = {}
         self._peers: dict[str, PlayedCluster] = {}
 
+    Move = control_pb2_grpc.ControlServicer.Move  # answers UNIMPLEMENTED: nobody asks
+
     async def ApplyPlan(self, request, context):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201, N802
         """Takes a plan, which shows the cluster of this connection."""
         cluster = self._clusters.setdefault(request.plan.cluster_uid, PlayedCluster())

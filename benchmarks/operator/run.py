@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "e2e" / "kube"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "e2e" / "kube")]
 
-from kwok_cluster import (  # noqa: E402
+from benchmarks.operator.kwok_cluster import (  # noqa: E402
     CLUSTERS,
     MERGE,
     OPERATOR_PORT,
@@ -35,7 +35,7 @@ from kwok_cluster import (  # noqa: E402
     run_stage,
     send_all,
 )
-from scrape import Scrape, scrape  # noqa: E402 - from folders that are no packages
+from benchmarks.operator.scrape import Scrape, scrape  # noqa: E402 - the checkout's
 
 if TYPE_CHECKING:
     import psutil

@@ -259,13 +259,13 @@ class Sluice:
         ]
         with run_program(
             command, core=site.core, log=site.folder / "sluice.log", environment=self._environment()
-        ) as program:
+        ) as started:
             with grpc.insecure_channel(f"127.0.0.1:{site.port + 2}") as channel:
                 control = control_pb2_grpc.ControlStub(channel)
                 plan = make_plan(site, self.strategy)
-                program.wait_until(lambda: _apply(control, plan), timeout_s=START_TIMEOUT_S)
-                program.wait_until(lambda: _is_ready(control, site.num_engines), timeout_s=START_TIMEOUT_S)
-            yield program
+                started.wait_until(lambda: _apply(control, plan), timeout_s=START_TIMEOUT_S)
+                started.wait_until(lambda: _is_ready(control, site.num_engines), timeout_s=START_TIMEOUT_S)
+            yield started
 
     def _environment(self) -> dict[str, str]:
         """Names the checkout's parts; first what the caller names, such as the compiled core, for our own."""

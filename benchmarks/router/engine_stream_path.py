@@ -15,6 +15,7 @@ import contextlib
 import os
 import socket
 import time
+from typing import cast
 
 import uvloop
 from h2.config import H2Configuration
@@ -82,9 +83,8 @@ async def measure(ends: list[socket.socket], seconds: float) -> list[float]:
         num_messages += 1
 
     async def serve(end: socket.socket) -> None:
-        _, stream = await loop.create_connection(
-            lambda: EngineStream("engine", EngineTraffic(), burst_queue, loop), sock=end
-        )
+        stream = EngineStream("engine", EngineTraffic(), burst_queue, loop)
+        await loop.create_connection(lambda: cast("asyncio.BaseProtocol", stream), sock=end)
         await stream.serve(take)
 
     async with asyncio.TaskGroup() as tasks:

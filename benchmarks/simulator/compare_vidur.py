@@ -1,6 +1,6 @@
 """Sluice's simulator beside Vidur's (the package ``vidur``) on the same work: CPU time of one core.
 
-    PYTHONPATH=build/compiled .venv/bin/python benchmarks/simulator/compare_vidur.py [--environment DIR]
+    PYTHONPATH=build/compiled:. .venv/bin/python benchmarks/simulator/compare_vidur.py [--environment DIR]
 
 The work: the aggregated cells of ``run.py``, chunked prefill on four engines by round robin, which both simulators
 have; the same requests at the same moments, the same KV blocks, the same time for an iteration. Both run in turn,
@@ -23,13 +23,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from run import GC_THRESHOLD, SLOS, TRACES, list_cases, load_rows, make_cell
+from benchmarks.simulator.run import SLOS, TRACES, list_cases, load_rows, make_cell
 
+from sluice_core.sim.sim_setup import GC_THRESHOLD
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.workload import PoissonWorkload
 
 if TYPE_CHECKING:
-    from run import SimulatorCase
+    from benchmarks.simulator.run import SimulatorCase
 
     from sluice_core.sim.sim_setup import Arrival
 

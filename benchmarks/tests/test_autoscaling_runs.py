@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from benchmarks.autoscaling.day_trace import DAY, count_arrivals, digest
-from benchmarks.autoscaling.fleet import run_fleet
+from benchmarks.autoscaling.fleet import FleetFigures, run_fleet
 from benchmarks.autoscaling.policies import (
     FleetView,
     HpaPolicy,
+    Policy,
     ScalerPolicy,
     SchedulePolicy,
     make_oracle_schedule,
@@ -42,13 +43,13 @@ VIEW = FleetView(
 )
 
 
-def test_the_day_is_the_same_each_time():
+def test_the_day_is_the_same_each_time() -> None:
     arrivals = DAY.make_arrivals(load_rows(TRACES / "azure2023_conv.csv.gz"), SLO, 1.0)
     assert (len(arrivals), digest(arrivals)) == (23936, "d538a29696324db9")
     assert sum(count_arrivals(arrivals, 60.0)) == len(arrivals)
 
 
-def run(policy, duration_s: float, gap_s: float, *, first: int, start_s: float):
+def run(policy: Policy, duration_s: float, gap_s: float, *, first: int, start_s: float) -> FleetFigures:
     arrivals = [
         Arrival(at_s=gap_s * number, prompt_tokens=200, output_tokens=20, slo=SLO)
         for number in range(round(duration_s / gap_s))
@@ -56,7 +57,7 @@ def run(policy, duration_s: float, gap_s: float, *, first: int, start_s: float):
     return run_fleet(arrivals, ENGINE, SLIDERS, 4, policy, start_s=start_s, first=first)
 
 
-def test_engines_cost_from_being_asked_for_until_they_are_gone():
+def test_engines_cost_from_being_asked_for_until_they_are_gone() -> None:
     """Two for ten minutes; two more from 60 s to 300 s, of which they serve the last 120 s."""
     figures = run(SchedulePolicy(schedule=[(0.0, 2), (60.0, 4), (300.0, 2)]), 600.0, 0.5, first=2, start_s=120.0)
     assert figures.engine_hours == pytest.approx((2 * 600 + 2 * 240) / 3600, abs=2 * 20 / 3600)
@@ -64,12 +65,12 @@ def test_engines_cost_from_being_asked_for_until_they_are_gone():
     assert figures.peak_engines == 4
 
 
-def test_engines_that_are_no_longer_wanted_while_they_start_go_at_once():
+def test_engines_that_are_no_longer_wanted_while_they_start_go_at_once() -> None:
     figures = run(SchedulePolicy(schedule=[(0.0, 2), (60.0, 6), (120.0, 2)]), 600.0, 0.5, first=2, start_s=300.0)
     assert figures.engine_hours == pytest.approx((2 * 600 + 4 * 60) / 3600, abs=4 * 20 / 3600)
 
 
-def test_the_scaler_adds_engines_before_the_promise_breaks():
+def test_the_scaler_adds_engines_before_the_promise_breaks() -> None:
     """A rate that one engine of the curve's serves a fifth of: four more come, and all requests end."""
     policy = ScalerPolicy(capacity=CapacityCurve(((1, 0.5),)), start_s=30.0, max_replicas=8)
     figures = run(policy, 900.0, 0.4, first=1, start_s=30.0)
@@ -89,12 +90,12 @@ def test_the_scaler_adds_engines_before_the_promise_breaks():
         ("kv", 0.5, {"kv_use": 4 * 0.2}, 2),
     ],
 )
-def test_an_hpa_asks_for_what_its_formula_says(metric, target, view, wanted):
+def test_an_hpa_asks_for_what_its_formula_says(metric: str, target: float, view: dict[str, float], wanted: int) -> None:
     seen = FleetView(**{**{name: getattr(VIEW, name) for name in FleetView.__slots__}, **view})
     assert HpaPolicy(metric=metric, target=target, max_replicas=20).choose(seen) == wanted
 
 
-def test_an_oracle_asks_so_much_ahead_and_keeps_engines_through_short_gaps():
+def test_an_oracle_asks_so_much_ahead_and_keeps_engines_through_short_gaps() -> None:
     curve = CapacityCurve(((1, 1.0),))
     schedule = make_oracle_schedule(
         [1.0, 1.0, 3.0, 1.0, 3.0, 1.0, 1.0, 1.0, 2.0], 60.0, curve, 60.0, most=9, factor=1.0

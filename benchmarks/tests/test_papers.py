@@ -11,7 +11,7 @@ import pytest
 from benchmarks.papers.experiment_runner import ExperimentRunner, PaperEffort
 from benchmarks.papers.findings import Band, Chapter, Finding, Plot, PlotKind, Results, Series, Unit
 from benchmarks.papers.observations import observe_interference
-from benchmarks.papers.paper_file import PAPERS, System, load_paper
+from benchmarks.papers.paper_file import PAPERS, ExperimentTable, GoodputCell, System, load_paper
 from benchmarks.papers.plots import write_plot
 from benchmarks.papers.report import list_cells, merge, read_results, write_document, write_results
 from benchmarks.papers.run import list_experiments, main
@@ -164,7 +164,7 @@ def test_a_plot_is_the_same_bytes_each_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PAPERS)
 def test_the_tables_of_a_paper_name_nothing_twice_and_nothing_unknown(name: str) -> None:
     paper = load_paper(name)
-    tables = [*paper.cells, *paper.experiments]
+    tables: list[GoodputCell | ExperimentTable] = [*paper.cells, *paper.experiments]
     assert len({table.name for table in tables}) == len(tables)
     known = {name for table in tables for name in (table.name, f"{table.name}-tuned")}
     assert set(paper.order) <= known
