@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -80,3 +81,23 @@ def test_one_process_of_the_router_is_measured_with_the_harness_of_its_tests(tmp
     requests = run(tmp_path, "benchmarks/router/request_path.py", "--engines", "2", "--requests", "2", "--rounds", "4")
     for figures in (tokens, requests):
         assert 0 < figures["fastest_us"] <= figures["median_us"]
+
+
+def test_prefixes_are_compared_on_the_same_requests(tmp_path: Path) -> None:
+    rows = run(tmp_path, "benchmarks/prefixes/run.py", "--duration-s", "20", "--seeds", "1")["rows"]
+    places = [(row["strategy"], row["placement"]) for row in rows]
+    assert len(set(places)) == len(places) == 6
+    assert {placement for _, placement in places} == {"unaware", "affinity", "aware"}
+    for row in rows:
+        assert 0.0 < row["hit_rate"] < 1.0
+        assert 0.0 < row["ttft_p50_s"] <= row["ttft_p90_s"]
+        assert 1.0 <= row["load"] <= 4.0
+
+
+def test_messages_of_engine_streams_cost_something() -> None:
+    program = ROOT / "benchmarks/router/engine_stream_path.py"
+    options = ("--engines", "2", "--tokens", "4", "--seconds", "1")
+    done = subprocess.run([sys.executable, program, *options], capture_output=True, text=True, check=True)
+    costs_us = [float(figure) for figure in re.findall(r"([\d.]+) us", done.stdout)]
+    assert len(costs_us) == 2
+    assert 0 < costs_us[0] <= costs_us[1]

@@ -25,6 +25,9 @@ REFUSALS = ("raises", "fail", "warns", "check_transport", "check_installed")
 # A document's name with an optional folder, as comments and docstrings cite it.
 DOCUMENT = re.compile(r"(?<![\w/.*-])((?:[\w.-]+/)*[\w-]+\.md)\b")
 
+# A source file's name with an optional folder, as documents cite it.
+SOURCE = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|toml|proto|c|h))`")
+
 
 def test_a_public_class_name_stands_for_one_thing() -> None:
     places = defaultdict(list)
@@ -41,6 +44,20 @@ def test_documents_that_code_cites_are_in_the_repository() -> None:
         for path in MODULES
         for cited in DOCUMENT.findall(path.read_text())
         if not any(place.joinpath(cited).is_file() for place in (ROOT, path.parent))
+    ]
+    assert missing == []
+
+
+def test_sources_that_documents_name_are_in_the_repository() -> None:
+    made = {"build", ".venv", ".sluice", ".git"}
+    folders = [folder for folder in ROOT.iterdir() if folder.is_dir() and folder.name not in made]
+    found = [path for folder in folders for path in folder.rglob("*.*")]
+    sources = [f"/{path.relative_to(ROOT)}" for path in (*ROOT.glob("*.*"), *found)]
+    missing = [
+        f"{document.relative_to(ROOT)}: {cited}"
+        for document in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md"))
+        for cited in SOURCE.findall(document.read_text())
+        if "NAME" not in cited and not any(path.endswith(f"/{cited}") for path in sources)
     ]
     assert missing == []
 
