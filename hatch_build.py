@@ -22,7 +22,6 @@ INTERPRETED = (
     "sluice_router.errors",
     "sluice_router.settings",
     "sluice_router.api.openai_requests",
-    "sluice_router.scheduling.timeouts_and_limits",
     "sluice_router.scheduling.status.gauges",
     "sluice_router.text.chat_template",
 )

@@ -36,7 +36,7 @@ from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 from sluice_operator.autotune.search_process import SearchError, SearchRunner
 from sluice_operator.autotune.tuner import apply_sliders
 from sluice_operator.autotune.workload import WorkloadSample, has_shifted, read_workload
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.scheduling.wait_limits import WAIT_LIMIT_S
 
 
 def make_status(samples: list[control_pb2.RequestSample], **engine: object) -> control_pb2.GetStatusResponse:
@@ -340,7 +340,7 @@ def test_a_search_on_measured_engines_rejects_and_refuses_as_their_routers_do() 
         ),
     )
     assert make_engine(request).profile.num_observations >= PROVEN_OBSERVATIONS
-    assert make_problem(request).options.wait_limit_s == SchedulingLimits().wait_limit_s == ROUTER_WAIT_LIMIT_S
+    assert make_problem(request).options.wait_limit_s == WAIT_LIMIT_S.default == ROUTER_WAIT_LIMIT_S
 
 
 @pytest.mark.parametrize("is_late", [False, True])

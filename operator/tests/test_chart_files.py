@@ -28,7 +28,7 @@ from sluice_operator.settings import OperatorSettings
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.scheduling.state import RouterState
 from sluice_router.scheduling.status.gauges import RouterCollector
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -85,7 +85,7 @@ def name_samples(family: Metric) -> list[str]:
 
 def find_metrics() -> dict[str, set[str]]:
     """Labels by name of every sample that router, engine and operator export, from their own collectors."""
-    state = RouterState(router_id="r", limits=SchedulingLimits(), rng=random.Random(1))
+    state = RouterState(router_id="r", limits=make_limits(), rng=random.Random(1))
     families = [
         *RouterCollector(state, lambda: 0.0).collect(),
         *EdgeMetrics(NoSlowReaders()).collect(),

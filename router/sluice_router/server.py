@@ -30,7 +30,7 @@ from sluice_router.api.grpc_api import GrpcApi, join_address
 from sluice_router.api.http.http_api import HttpApi
 from sluice_router.api.http.info_endpoints import METRICS_PATH, InfoEndpoints
 from sluice_router.engines import discovery
-from sluice_router.engines.engine_connections import EngineConnections
+from sluice_router.engines.engine_connections import HELLO_TIMEOUT_S, EngineConnections
 from sluice_router.errors import MIN_RETRY_S, PlanRefusedError, ShuttingDownError
 from sluice_router.observability.request_traces import make_request_traces
 from sluice_router.scheduling.router import Router
@@ -96,7 +96,7 @@ class RouterServer:
         peers = security.peers
         self._connections = EngineConnections(
             self.router,
-            hello_timeout_s=settings.limits.hello_timeout_s,
+            hello_timeout_s=settings.limits[HELLO_TIMEOUT_S],
             rng=random.Random(),  # noqa: S311 - jitter
             tls=(lambda: peers.engine_tls) if peers else None,
         )

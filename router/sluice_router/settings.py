@@ -5,14 +5,54 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 
 from sluice_core.latency import IterationProfile
 from sluice_core.latency.known_gpus import parse_gpus
 from sluice_core.latency.measured_profiles import load_model_on_gpu
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.engines.engine_connections import HELLO_TIMEOUT_S
+from sluice_router.limit_type import Limit, Limits
+from sluice_router.observability.decision_log import RING_SIZE
+from sluice_router.scheduling.admission import MAX_WAITING
+from sluice_router.scheduling.engines.engine_health import ITERATION_AGE_FACTOR, ITERATION_AGE_FLOOR_S, SILENCE_LIMIT_S
+from sluice_router.scheduling.failover import MAX_DEATHS, MAX_RECOVERIES, RESUME_GRACE_S
+from sluice_router.scheduling.moves.drain import DRAIN_RETRY_S
+from sluice_router.scheduling.moves.kv_copies import COPY_TIMEOUT_S
+from sluice_router.scheduling.moves.migration import GRANT_TIMEOUT_S, MAX_MOVES_PER_ENGINE, PULL_TIMEOUT_S
+from sluice_router.scheduling.planner_samples import NUM_SAMPLES
+from sluice_router.scheduling.resumption.claims import CLAIM_TIMEOUT_S
+from sluice_router.scheduling.wait_limits import WAIT_LIMIT_S
+
+# Limits that are options. Their numbers stand with the rules.
+LIMITS: tuple[Limit[Any], ...] = (
+    SILENCE_LIMIT_S,
+    ITERATION_AGE_FLOOR_S,
+    ITERATION_AGE_FACTOR,
+    RESUME_GRACE_S,
+    CLAIM_TIMEOUT_S,
+    HELLO_TIMEOUT_S,
+    WAIT_LIMIT_S,
+    MAX_WAITING,
+    MAX_RECOVERIES,
+    MAX_DEATHS,
+    MAX_MOVES_PER_ENGINE,
+    GRANT_TIMEOUT_S,
+    COPY_TIMEOUT_S,
+    PULL_TIMEOUT_S,
+    DRAIN_RETRY_S,
+    RING_SIZE,
+    NUM_SAMPLES,
+)
+_LIMIT_FIELDS: dict[str, Any] = {
+    limit.name: (
+        type(limit.default),
+        Field(default=limit.default, gt=limit.above, ge=limit.at_least, description=limit.description),
+    )
+    for limit in LIMITS
+}
+_LimitValues = create_model("_LimitValues", __config__=ConfigDict(extra="forbid"), **_LIMIT_FIELDS)
 
 
 class HttpSettings(BaseModel):
@@ -68,7 +108,7 @@ class JwtSettings(BaseModel):
 class RouterSettings(BaseModel):
     """Everything a router is started with."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
     http_port: int = Field(default=8000, ge=0, le=65535, description="port of the OpenAI-compatible API")
@@ -106,7 +146,7 @@ class RouterSettings(BaseModel):
     control_name: str = Field(
         default="", description="DNS name that certificates of the control port's clients must be for, with --peer-tls"
     )
-    limits: SchedulingLimits = SchedulingLimits()
+    limits: Limits = Limits()
     jwt: JwtSettings = JwtSettings()
 
     @model_validator(mode="after")
@@ -133,6 +173,16 @@ def load_profile(text: str) -> IterationProfile:
     return load_model_on_gpu(model, *parse_gpus(gpus)).profile
 
 
+def make_limits(**values: object) -> Limits:
+    """Makes limits of those that differ from their defaults.
+
+    Raises:
+        pydantic.ValidationError: A name is unknown, or a value is out of bounds.
+    """
+    checked = _LimitValues(**values).model_dump()
+    return Limits({limit: checked[limit.name] for limit in LIMITS})
+
+
 def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> RouterSettings:
     """Reads the command line.
 
@@ -149,7 +199,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | No
     """
     environment = os.environ if environment is None else environment
     parser = argparse.ArgumentParser(prog="sluice_router", description="Routes requests to vLLM engines under SLOs.")
-    fields = {**RouterSettings.model_fields, **SchedulingLimits.model_fields, **JwtSettings.model_fields}
+    fields = {**RouterSettings.model_fields, **_LimitValues.model_fields, **JwtSettings.model_fields}
     del fields["limits"], fields["jwt"]
     for name, field in fields.items():
         fallback = environment.get(f"SLUICE_ROUTER_{name.upper()}")
@@ -160,6 +210,6 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] | No
             help=(field.description or "").replace("%", "%%"),
         )
     values = vars(parser.parse_args(arguments))
-    limits = {name: values.pop(name) for name in SchedulingLimits.model_fields if name in values}
+    limits = {limit.name: values.pop(limit.name) for limit in LIMITS if limit.name in values}
     jwt = {name: values.pop(name) for name in JwtSettings.model_fields if name in values}
-    return RouterSettings(**values, limits=SchedulingLimits(**limits), jwt=JwtSettings(**jwt))
+    return RouterSettings(**values, limits=make_limits(**limits), jwt=JwtSettings(**jwt))

@@ -17,7 +17,7 @@ from sluice_core.records import RequestId
 from sluice_router.scheduling.requests import NewRequest, ResponseStream
 from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sluice_core.latency import LatencyModel
     from sluice_core.records import EngineId
     from sluice_router.errors import RouterError
+    from sluice_router.limit_type import Limits
     from sluice_router.observability.request_traces import RequestTraces
     from sluice_router.scheduling.entities import ConnectedEngine
     from sluice_router.scheduling.requests import Finish
@@ -125,7 +126,7 @@ class Harness:
         self,
         roles: dict[str, str] | None = None,
         *,
-        limits: SchedulingLimits | None = None,
+        limits: Limits | None = None,
         plan: bool = True,
         model_id: str = "",
         make_latency_model: Callable[[EngineId], LatencyModel] | None = None,
@@ -134,7 +135,7 @@ class Harness:
         self.clock = Clock()
         self.state = RouterState(
             router_id="router-1",
-            limits=limits or SchedulingLimits(),
+            limits=limits or make_limits(),
             rng=make_rng(),
             model_id=model_id,
             make_latency_model=make_latency_model,

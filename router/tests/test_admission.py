@@ -18,8 +18,7 @@ from sluice_router.errors import (
     ShuttingDownError,
     SloInfeasibleError,
 )
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
-from sluice_router.settings import load_profile
+from sluice_router.settings import load_profile, make_limits
 
 ONE = {"d0": "D"}
 
@@ -86,7 +85,7 @@ def test_request_at_shutdown_gets_retry_after():
 
 @pytest.mark.parametrize("num_routers", [1, 2, 4])
 def test_queue_is_bounded_by_this_routers_part_of_the_limit(num_routers):
-    harness = Harness({}, limits=SchedulingLimits(max_waiting=2 * num_routers))
+    harness = Harness({}, limits=make_limits(max_waiting=2 * num_routers))
     harness.router.apply_plan(make_plan(ONE, num_routers=num_routers))
     harness.admit()
     harness.clock.advance(7)
@@ -152,7 +151,7 @@ def test_request_waits_for_an_engine_and_goes_on_when_one_comes():
 
 
 def test_wait_for_an_engine_ends_with_no_engine_and_an_estimate():
-    harness = Harness({}, limits=SchedulingLimits(wait_limit_s=5))
+    harness = Harness({}, limits=make_limits(wait_limit_s=5))
     harness.router.apply_plan(make_plan(ONE))
     _, response_stream = harness.admit()
     harness.clock.advance(4.9)
@@ -258,7 +257,7 @@ def test_client_gone_while_queued_and_while_running_is_aborted_at_once():
 
 
 def test_recoveries_are_placed_first_the_most_indebted_ahead():
-    harness = Harness({"d0": "D", "d1": "D"}, limits=SchedulingLimits(max_deaths=5, max_recoveries=9))
+    harness = Harness({"d0": "D", "d1": "D"}, limits=make_limits(max_deaths=5, max_recoveries=9))
     for number in range(6):
         harness.admit(20, 50, first=number + 1, tpot_slo_s=0.5 - number / 100)
     for _ in range(3):

@@ -10,7 +10,7 @@ from fake_engine import make_plan
 from test_kept_prefills import make_harness as make_disaggregated_harness
 from test_migration import start_on
 
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 PD = {"p0": "P", "d0": "D"}
 TWO = {"d0": "D", "d1": "D"}
@@ -222,7 +222,7 @@ def test_unknown_id_has_no_story():
 
 @pytest.mark.parametrize("num_requests", [50])
 def test_decision_log_is_bounded(num_requests):
-    harness = Harness(PD, limits=SchedulingLimits(ring_size=100))
+    harness = Harness(PD, limits=make_limits(ring_size=100))
     first, _ = harness.admit(20, 2)
     harness.run()
     for _ in range(num_requests):

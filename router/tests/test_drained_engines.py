@@ -8,7 +8,7 @@ from fake_engine import make_plan
 from migration_harness import PDD, TWO, check_end, start_on
 
 from sluice.v1 import control_pb2, engine_pb2
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 
 def test_engine_with_a_submit_on_the_way_is_not_drained():
@@ -56,7 +56,7 @@ def test_engine_is_drained_only_when_nobody_needs_it_any_more(work):
 
 
 def test_draining_engine_proposes_its_decodes_from_time_to_time():
-    harness = Harness(TWO, limits=SchedulingLimits(drain_retry_s=0.25))
+    harness = Harness(TWO, limits=make_limits(drain_retry_s=0.25))
     harness.cores["d1"].refuse_grants = "kv"
     _, response_stream = start_on(harness, "d0", 60)
     harness.step_all()

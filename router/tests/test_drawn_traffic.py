@@ -32,7 +32,7 @@ from sluice_core.records import EngineId, RequestId
 from sluice_core.strategies import STRATEGIES
 from sluice_router.errors import NoEngineError, PlanRefusedError, RouterError
 from sluice_router.scheduling.requests import NewRequest
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,7 @@ CAUSES = (
     engine_pb2.MOVE_CAUSE_BACKFLOW,
     engine_pb2.MOVE_CAUSE_DRAIN,
 )
-LIMITS = SchedulingLimits(
+LIMITS = make_limits(
     wait_limit_s=4.0,
     max_waiting=12,
     max_moves_per_engine=4,

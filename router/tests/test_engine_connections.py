@@ -16,21 +16,28 @@ from fake_engine import FakeCore, FakeEngine, expected_output, make_plan, make_r
 from sluice.v1 import control_pb2, control_pb2_grpc, engine_pb2
 from sluice_router.api.control_service import ControlService
 from sluice_router.engines import engine_connections
-from sluice_router.engines.engine_connections import EngineConnections
+from sluice_router.engines.engine_connections import HELLO_TIMEOUT_S, EngineConnections
 from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from sluice_router.limit_type import Limits
+
 # Generous where a busy machine could be taken for a fault, short where the fault itself is awaited.
-LIMITS = SchedulingLimits(
-    silence_limit_s=1.5, iteration_age_floor_s=2.0, hello_timeout_s=5.0, max_deaths=9, max_recoveries=9
-)
+SHORT = {
+    "silence_limit_s": 1.5,
+    "iteration_age_floor_s": 2.0,
+    "hello_timeout_s": 5.0,
+    "max_deaths": 9,
+    "max_recoveries": 9,
+}
+LIMITS = make_limits(**SHORT)
 
 # On a busy machine a new stream takes its time.
-PATIENT = LIMITS.model_copy(update={"resume_grace_s": 10.0})
+PATIENT = make_limits(**SHORT, resume_grace_s=10.0)
 
 
 class Wired:
@@ -66,13 +73,11 @@ class Wired:
 
 
 @contextlib.asynccontextmanager
-async def wiring(
-    *engines: FakeEngine, router_id: str = "router-1", limits: SchedulingLimits = LIMITS
-) -> AsyncIterator[Wired]:
+async def wiring(*engines: FakeEngine, router_id: str = "router-1", limits: Limits = LIMITS) -> AsyncIterator[Wired]:
     """Connects a data plane to engines, and takes it down with the block."""
     state = RouterState(router_id=router_id, limits=limits, rng=make_rng())
     router = Router(state, time.monotonic)
-    connections = EngineConnections(router, hello_timeout_s=limits.hello_timeout_s, rng=make_rng())
+    connections = EngineConnections(router, hello_timeout_s=limits[HELLO_TIMEOUT_S], rng=make_rng())
     router.connect(connections)
 
     async def tick() -> None:
@@ -105,7 +110,7 @@ def is_ready(wired: Wired, number: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def connecting(
-    roles: dict[str, str], *, limits: SchedulingLimits = LIMITS, **fields: object
+    roles: dict[str, str], *, limits: Limits = LIMITS, **fields: object
 ) -> AsyncIterator[tuple[Wired, list[FakeEngine]]]:
     """A data plane whose engines have all acknowledged a plan."""
     engines = engines_of(roles, **fields)
@@ -248,7 +253,7 @@ class RudeEngine(FakeEngine):
 async def test_port_that_does_not_say_hello_is_reported_and_tried_again(message, fault):
     engine = RudeEngine(message)
     hello_timeout_s = 0.2 if message is None else 20.0
-    limits = LIMITS.model_copy(update={"hello_timeout_s": hello_timeout_s})
+    limits = make_limits(**SHORT | {"hello_timeout_s": hello_timeout_s})
     async with serving(engine), wiring(engine, limits=limits) as wired:
         await until(lambda: wired.router.describe().engines[0].last_fault)
         (status,) = wired.router.describe().engines

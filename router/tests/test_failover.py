@@ -9,7 +9,7 @@ from fake_engine import expected_output, make_plan
 
 from sluice.v1 import control_pb2, engine_pb2, sampling_pb2
 from sluice_router.errors import EngineFaultError, NoEngineError
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 THREE = {"d0": "D", "d1": "D", "d2": "D"}
 
@@ -110,7 +110,7 @@ def test_requests_kept_from_an_earlier_stream_that_are_unknown_are_aborted():
 @pytest.mark.parametrize("steps_meanwhile", [0, 1, 5, 40], ids=["none", "one", "some", "to its end"])
 def test_request_goes_on_where_it_was_when_only_the_stream_broke(steps_meanwhile):
     """What was on the way and what came meanwhile is sent again, from the token that the router names."""
-    harness = Harness(TWO, limits=SchedulingLimits(resume_grace_s=10))
+    harness = Harness(TWO, limits=make_limits(resume_grace_s=10))
     request_id, response_stream = harness.admit(20, 30)
     name = harness.engine_of(request_id)
     for _ in range(4):
@@ -143,7 +143,7 @@ def test_request_goes_on_where_it_was_when_only_the_stream_broke(steps_meanwhile
     ids=["what it had", "of an earlier owner", "of a later owner", "fewer tokens than came", "of another start"],
 )
 def test_only_the_very_submission_that_was_cut_off_is_resumed(fence, num_output_tokens, epoch, is_resumed):
-    harness = Harness({"d0": "D"}, limits=SchedulingLimits(resume_grace_s=10))
+    harness = Harness({"d0": "D"}, limits=make_limits(resume_grace_s=10))
     request_id, response_stream = harness.admit(20, 8)
     for _ in range(3):
         harness.step_all()
@@ -184,7 +184,7 @@ def test_request_that_never_reached_the_engine_is_placed_at_once_when_its_stream
 
 
 def test_request_waits_for_its_engine_only_so_long():
-    harness = Harness(TWO, limits=SchedulingLimits(resume_grace_s=0.3))
+    harness = Harness(TWO, limits=make_limits(resume_grace_s=0.3))
     request_id, response_stream = harness.admit(20, 60)
     name = harness.engine_of(request_id)
     other = next(item for item in TWO if item != name)
@@ -218,7 +218,7 @@ def test_engine_that_cannot_be_reached_is_not_waited_for():
 
 def test_router_that_was_cut_off_from_all_engines_takes_up_what_they_kept():
     """Silence has cost the time that a broken stream would be given; but nobody else has taken the request."""
-    harness = Harness({"d0": "D"}, limits=SchedulingLimits(silence_limit_s=2, iteration_age_floor_s=50))
+    harness = Harness({"d0": "D"}, limits=make_limits(silence_limit_s=2, iteration_age_floor_s=50))
     request_id, response_stream = harness.admit(20, 30)
     for _ in range(3):
         harness.step_all()
@@ -342,7 +342,7 @@ def test_request_that_an_engine_gives_up_goes_on_elsewhere():
 
 
 def test_attempts_are_limited():
-    harness = Harness(TWO, limits=SchedulingLimits(max_deaths=9, max_recoveries=3))
+    harness = Harness(TWO, limits=make_limits(max_deaths=9, max_recoveries=3))
     request_id, response_stream = harness.admit(20, 50)
     for epoch in range(2, 5):
         harness.step_all()
@@ -369,7 +369,7 @@ def test_queued_requests_do_not_count_the_death_of_an_engine_that_never_had_them
 
 def test_after_the_last_engine_requests_wait_and_then_fail():
     """The wait begins with the engine's death, however long the request has run by then."""
-    harness = Harness({"d0": "D"}, limits=SchedulingLimits(wait_limit_s=5))
+    harness = Harness({"d0": "D"}, limits=make_limits(wait_limit_s=5))
     _, response_stream = harness.admit(20, 50)
     for _ in range(3):
         harness.clock.advance(10)

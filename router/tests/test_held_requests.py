@@ -13,8 +13,7 @@ from fake_engine import expected_output, make_plan
 
 from sluice_router.api.http.http_api import HttpApi
 from sluice_router.errors import NoEngineError
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
-from sluice_router.settings import HttpSettings
+from sluice_router.settings import HttpSettings, make_limits
 
 ONE = {"d0": "D"}
 HOLD_S = 600
@@ -23,7 +22,7 @@ COMMENT = b": waiting for an engine\n\n"
 
 def make_holding(**changes: object) -> Harness:
     """A router whose plan names no engine, and says that the first request brings one."""
-    harness = Harness({}, limits=SchedulingLimits(wait_limit_s=5))
+    harness = Harness({}, limits=make_limits(wait_limit_s=5))
     harness.router.apply_plan(make_plan({}, hold_seconds=HOLD_S, **changes))
     return harness
 
@@ -44,7 +43,7 @@ def test_a_router_that_holds_is_ready_without_engines():
 
 
 def test_a_plan_without_a_time_holds_nothing():
-    harness = Harness({}, limits=SchedulingLimits(wait_limit_s=5))
+    harness = Harness({}, limits=make_limits(wait_limit_s=5))
     harness.router.apply_plan(make_plan({}))
     assert not harness.router.is_ready
 
@@ -108,7 +107,7 @@ def test_for_placement_and_early_rejection_a_held_request_arrived_when_it_was_he
 
 
 def test_requests_that_come_while_the_last_engine_drains_are_held():
-    harness = Harness(ONE, limits=SchedulingLimits(wait_limit_s=5))
+    harness = Harness(ONE, limits=make_limits(wait_limit_s=5))
     harness.router.apply_plan(make_plan({"d0": "D-drain"}, generation=2, hold_seconds=HOLD_S))
     _, response_stream = harness.admit()
     harness.clock.advance(60.0)

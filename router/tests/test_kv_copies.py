@@ -13,14 +13,14 @@ from sluice.v1 import engine_pb2
 from sluice_core.records import MoveCause
 from sluice_router.scheduling.entities import MigrationPhase
 from sluice_router.scheduling.moves import kv_copies
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 PD = {"p0": "P", "d0": "D"}
 PROMPT_TOKENS = 20  # of start_on
 
 
 def make_harness(roles: dict[str, str] = PD, **limits: float) -> Harness:
-    harness = Harness(plan=False, limits=SchedulingLimits(**limits))
+    harness = Harness(plan=False, limits=make_limits(**limits))
     for name in roles:
         harness.attach(name, pulls_parts=True)
     harness.router.apply_plan(make_plan(roles))

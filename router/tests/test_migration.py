@@ -10,7 +10,7 @@ from migration_harness import PDD, TWO, check_end, start_on
 from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId, RequestId
 from sluice_router.scheduling.entities import MigrationPhase
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 PD = {"p0": "P", "d0": "D"}
 
@@ -119,7 +119,7 @@ def test_without_a_grant_the_request_goes_on_and_is_proposed_again():
 
 
 def test_unanswered_grant_request_is_given_up_and_given_back():
-    harness = Harness(PD, limits=SchedulingLimits(silence_limit_s=100, iteration_age_floor_s=100))
+    harness = Harness(PD, limits=make_limits(silence_limit_s=100, iteration_age_floor_s=100))
     request_id, response_stream = start_on(harness, "p0")
     harness.step("p0")
     harness.deliver_up("p0")
@@ -278,7 +278,7 @@ def hand_off_and_wait(harness: Harness, alive: tuple[str, ...], seconds: float, 
 
 
 def test_request_whose_kv_does_not_come_in_time_is_recomputed():
-    harness = Harness(PD, limits=SchedulingLimits(pull_timeout_s=1, silence_limit_s=50, iteration_age_floor_s=50))
+    harness = Harness(PD, limits=make_limits(pull_timeout_s=1, silence_limit_s=50, iteration_age_floor_s=50))
     response_stream = hand_off_and_wait(harness, ("p0", "d0"), 1.2)
     assert harness.count("moves", "prefill_done", "pull_timeout") == 1
     check_end(harness, response_stream)
@@ -287,7 +287,7 @@ def test_request_whose_kv_does_not_come_in_time_is_recomputed():
 
 @pytest.mark.parametrize("fault", ["silence", "hang"])
 def test_request_that_pulls_from_an_engine_that_stands_still_is_recomputed(fault):
-    harness = Harness(PD, limits=SchedulingLimits(silence_limit_s=2, iteration_age_floor_s=2, pull_timeout_s=50))
+    harness = Harness(PD, limits=make_limits(silence_limit_s=2, iteration_age_floor_s=2, pull_timeout_s=50))
     start_on(harness, "p0", 60)  # keeps it at work
     harness.cores["d0"].refuse_grants = "kv"
     harness.step_all()
@@ -314,7 +314,7 @@ def test_client_gone_in_any_phase_of_a_move_frees_everything(phase):
 
 @pytest.mark.parametrize("num_routers", [1, 3])
 def test_moves_in_flight_are_capped_per_engine_for_all_routers_together(num_routers):
-    harness = Harness(PD, limits=SchedulingLimits(max_moves_per_engine=2 * num_routers), plan=False)
+    harness = Harness(PD, limits=make_limits(max_moves_per_engine=2 * num_routers), plan=False)
     harness.router.apply_plan(make_plan(PD, num_routers=num_routers))
     harness.deliver()
     for number in range(5):
@@ -331,7 +331,7 @@ def test_moves_in_flight_are_capped_per_engine_for_all_routers_together(num_rout
 
 def test_moves_in_flight_are_capped_per_target_too():
     roles = {"p0": "P", "p1": "P", "d0": "D"}
-    harness = Harness(roles, limits=SchedulingLimits(max_moves_per_engine=2))
+    harness = Harness(roles, limits=make_limits(max_moves_per_engine=2))
     for name in ("p0", "p0", "p1", "p1"):
         start_on(harness, name)
     for name in ("p0", "p1"):
@@ -372,7 +372,7 @@ def test_move_by_hand_needs_an_engine_that_can_read_the_kv():
 
 
 def test_moves_by_hand_are_capped_too():
-    harness = Harness({"d0": "D", "d1": "D", "d2": "D"}, limits=SchedulingLimits(max_moves_per_engine=1))
+    harness = Harness({"d0": "D", "d1": "D", "d2": "D"}, limits=make_limits(max_moves_per_engine=1))
     first, second = (start_on(harness, name)[0] for name in ("d0", "d1"))
     harness.step_all()
     assert harness.router.move(first, EngineId("d2")) == ""

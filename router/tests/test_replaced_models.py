@@ -7,7 +7,7 @@ from fake_engine import make_plan
 
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_router.errors import NoEngineError
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 ROLES = {"old0": "D", "old1": "D", "new0": "D"}
 OLD, NEW = (
@@ -18,7 +18,7 @@ OLD, NEW = (
 
 def make_harness(model_id: str = "old", served_models: tuple[plan_pb2.ServedModel, ...] = (OLD,)) -> Harness:
     """Two engines of the old model and one of the new one; nothing but the id says which is which."""
-    harness = Harness(model_id=model_id, limits=SchedulingLimits(max_deaths=5))
+    harness = Harness(model_id=model_id, limits=make_limits(max_deaths=5))
     for name in ROLES:
         harness.attach(name, model_id=name[:3])
     plan = make_plan(ROLES, served_models=served_models, served_model_name="of routers that know no id")

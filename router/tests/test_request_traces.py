@@ -21,12 +21,14 @@ from sluice.v1 import router_pb2, router_pb2_grpc, sampling_pb2
 from sluice_router import __main__ as program
 from sluice_router.errors import QueueFullError
 from sluice_router.observability.request_traces import RequestTraces, make_request_traces
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from opentelemetry.sdk.trace import ReadableSpan
+
+    from sluice_router.limit_type import Limits
 
 PD = {"p0": "P", "d0": "D"}
 TWO = {"d0": "D", "d1": "D"}
@@ -38,7 +40,7 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 class Collected:
     """A data plane whose traces stay in memory."""
 
-    def __init__(self, roles: dict[str, str], limits: SchedulingLimits | None = None) -> None:
+    def __init__(self, roles: dict[str, str], limits: Limits | None = None) -> None:
         self.exporter = InMemorySpanExporter()
         self.harness = Harness(roles, limits=limits, make_traces=self._make)
 
@@ -144,7 +146,7 @@ def test_a_request_whose_engine_dies_is_computed_again_elsewhere():
 
 @pytest.mark.parametrize(("steps_before", "names"), [(0, ["queue", "prefill", "decode"]), (4, ["queue", "decode"])])
 def test_a_request_whose_stream_breaks_goes_on_in_the_step_that_it_was_in(steps_before, names):
-    collected = Collected(TWO, limits=SchedulingLimits(resume_grace_s=10))
+    collected = Collected(TWO, limits=make_limits(resume_grace_s=10))
     harness = collected.harness
     request_id, _ = harness.admit(20, 20)
     name = harness.engine_of(request_id)
@@ -171,7 +173,7 @@ def test_a_cancelled_request_ends_its_trace():
 
 
 def test_a_refused_request_has_a_trace_that_says_why():
-    collected = Collected({}, limits=SchedulingLimits(max_waiting=1))
+    collected = Collected({}, limits=make_limits(max_waiting=1))
     collected.harness.router.apply_plan(make_plan(PD))
     collected.harness.admit()
     with pytest.raises(QueueFullError):

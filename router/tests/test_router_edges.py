@@ -13,13 +13,11 @@ from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId
 from sluice_router.errors import NoEngineError, PlanRefusedError
 from sluice_router.scheduling import placement
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 
 def test_a_request_waits_as_long_as_it_may_and_no_longer():
-    harness = Harness(
-        {"d0": "D"}, limits=SchedulingLimits(wait_limit_s=4.0, silence_limit_s=1e6, iteration_age_floor_s=1e6)
-    )
+    harness = Harness({"d0": "D"}, limits=make_limits(wait_limit_s=4.0, silence_limit_s=1e6, iteration_age_floor_s=1e6))
     harness.kill("d0")
     _, stream = harness.admit()
     harness.clock.advance(3.75)
@@ -47,7 +45,7 @@ def test_the_queue_is_placed_again_once_the_interval_is_over(monkeypatch):
 
 
 def test_a_pull_has_as_long_as_it_may_take():
-    harness = Harness(PDD, limits=SchedulingLimits(pull_timeout_s=1.0, silence_limit_s=1e6, iteration_age_floor_s=1e6))
+    harness = Harness(PDD, limits=make_limits(pull_timeout_s=1.0, silence_limit_s=1e6, iteration_age_floor_s=1e6))
     request_id, stream = start_on(harness, "d0")
     harness.step("d0")
     harness.deliver()
@@ -67,7 +65,7 @@ def test_a_pull_has_as_long_as_it_may_take():
 
 
 def test_a_deadline_ends_a_request_at_its_moment():
-    harness = Harness({"d0": "D"}, limits=SchedulingLimits(silence_limit_s=1e6))
+    harness = Harness({"d0": "D"}, limits=make_limits(silence_limit_s=1e6))
     _, stream = harness.admit(deadline_s=harness.clock.now_s + 0.5)
     harness.clock.advance(0.5)
     harness.router.tick()
@@ -121,7 +119,7 @@ def test_an_engine_is_told_once_that_a_request_is_over():
 
 def test_a_resumed_request_counts_as_one_that_had_reached_its_engine():
     """A second death of its engine is a second engine that may have died of it."""
-    harness = Harness(TWO, limits=SchedulingLimits(max_deaths=1))
+    harness = Harness(TWO, limits=make_limits(max_deaths=1))
     request_id, stream = harness.admit()
     first = harness.engine_of(request_id)
     harness.deliver()

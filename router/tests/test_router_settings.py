@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
 import pytest
 from pydantic import ValidationError
 
+import sluice_router
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, IterationShape, Role
 from sluice_core.scheduling.engine_table import EngineConfig
 from sluice_router import errors
 from sluice_router.error_statuses import error_status_of
+from sluice_router.limit_type import Limit
+from sluice_router.scheduling.engines.engine_health import ITERATION_AGE_FLOOR_S, SILENCE_LIMIT_S
 from sluice_router.server import make_router
-from sluice_router.settings import parse_settings
+from sluice_router.settings import LIMITS, parse_settings
 
 NEEDED = ["--model", "/m", "--engines", "file:/e"]
 
@@ -25,13 +31,13 @@ def test_command_line_of_the_brief_is_taken():
         {},
     )
     assert (settings.http_port, settings.grpc_port, settings.control_port, settings.metrics_port) == (1, 2, 3, 4)
-    assert settings.limits.silence_limit_s == 9
+    assert settings.limits[SILENCE_LIMIT_S] == 9
 
 
 def test_environment_fills_in_and_the_command_line_wins():
     environment = {"SLUICE_ROUTER_MODEL": "/env", "SLUICE_ROUTER_ITERATION_AGE_FLOOR_S": "10"}
     settings = parse_settings(["--engines", "file:/e"], environment)
-    assert (settings.model, settings.limits.iteration_age_floor_s) == ("/env", 10)
+    assert (settings.model, settings.limits[ITERATION_AGE_FLOOR_S]) == ("/env", 10)
     assert parse_settings(NEEDED, environment).model == "/m"
 
 
@@ -80,3 +86,17 @@ def test_every_error_has_one_row_in_the_table(kind):
 def test_overload_can_be_retried_and_says_so():
     for kind in leaves(errors.OverloadError):
         assert error_status_of(kind("x")).http_status in {429, 503}
+
+
+def test_every_limit_is_an_option():
+    names = (info.name for info in pkgutil.walk_packages(sluice_router.__path__, "sluice_router."))
+    modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
+    found = {value for module in modules for value in vars(module).values() if isinstance(value, Limit)}
+    assert found == set(LIMITS)
+    assert len({limit.name for limit in LIMITS}) == len(LIMITS)
+
+
+def test_a_limit_that_no_option_changes_has_its_default():
+    limits = parse_settings([*NEEDED, "--silence-limit-s", "9"], {}).limits
+    changed = {limit.name: limits[limit] for limit in LIMITS if limits[limit] != limit.default}
+    assert changed == {"silence_limit_s": 9.0}

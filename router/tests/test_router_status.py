@@ -17,7 +17,7 @@ from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import EngineFaultError, InvalidRequestError, QueueFullError
 from sluice_router.scheduling.state import RouterState
 from sluice_router.scheduling.status.gauges import RouterCollector
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 METRIC = re.compile(r"^\| `(\S+)` \| (histogram|counter|gauge) \| (.*?) ?\| .+ \|$", re.MULTILINE)
@@ -107,7 +107,7 @@ def test_gauges_count_requests_that_wait_and_that_run():
 
 
 def test_document_lists_every_metric_with_its_labels():
-    state = RouterState(router_id="r", limits=SchedulingLimits(), rng=make_rng())
+    state = RouterState(router_id="r", limits=make_limits(), rng=make_rng())
     families = [*RouterCollector(state, lambda: 0.0).collect(), *EdgeMetrics(SlowReaders(SlowReaderLimits())).collect()]
     exposed = {
         (family.name + "_total" * (family.type == "counter"), family.type, tuple(getattr(family, "_labelnames", ())))

@@ -8,12 +8,11 @@ from failover_harness import TWO, tick_with
 from fake_engine import expected_output
 
 from sluice_core.latency import OnlineLatencyModel
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
-from sluice_router.settings import load_profile
+from sluice_router.settings import load_profile, make_limits
 
 
 def test_silent_engine_is_lost_after_its_limit():
-    harness = Harness(TWO, limits=SchedulingLimits(silence_limit_s=2, iteration_age_floor_s=50))
+    harness = Harness(TWO, limits=make_limits(silence_limit_s=2, iteration_age_floor_s=50))
     request_id, response_stream = harness.admit(20, 30)
     silent = harness.engine_of(request_id)
     other = next(name for name in TWO if name != silent)
@@ -31,7 +30,7 @@ def test_silent_engine_is_lost_after_its_limit():
 
 @pytest.mark.parametrize("work", ["decode", "prefill", "submit that it does not take up"])
 def test_engine_that_stands_still_with_work_is_lost(work):
-    harness = Harness(TWO, limits=SchedulingLimits(iteration_age_floor_s=3))
+    harness = Harness(TWO, limits=make_limits(iteration_age_floor_s=3))
     request_id, response_stream = harness.admit(20, 30)
     stuck = harness.engine_of(request_id)
     if work == "decode":
@@ -53,7 +52,7 @@ def test_engine_may_take_several_of_its_longest_iterations_before_it_counts_as_h
     """The longest one takes 0.11 s by the model's profile; the floor alone would end the engine earlier."""
     harness = Harness(
         {"d0": "D"},
-        limits=SchedulingLimits(iteration_age_floor_s=0.05, iteration_age_factor=5),
+        limits=make_limits(iteration_age_floor_s=0.05, iteration_age_factor=5),
         make_latency_model=lambda _: OnlineLatencyModel(load_profile("qwen2.5-32b@a100-80g")),
     )
     harness.admit(20, 30)
@@ -66,7 +65,7 @@ def test_engine_may_take_several_of_its_longest_iterations_before_it_counts_as_h
 
 
 def test_engine_that_works_for_other_routers_is_not_lost():
-    harness = Harness({"d0": "D"}, limits=SchedulingLimits(iteration_age_floor_s=1))
+    harness = Harness({"d0": "D"}, limits=make_limits(iteration_age_floor_s=1))
     harness.admit(20, 30)
     harness.step_all()
     for _ in range(50):  # their iterations show in the age alone
@@ -77,7 +76,7 @@ def test_engine_that_works_for_other_routers_is_not_lost():
 
 
 def test_idle_engine_is_not_lost_however_old_its_iteration():
-    harness = Harness(TWO, limits=SchedulingLimits(iteration_age_floor_s=1))
+    harness = Harness(TWO, limits=make_limits(iteration_age_floor_s=1))
     for _ in range(50):
         tick_with(harness, *TWO)
     assert not harness.closed
@@ -91,7 +90,7 @@ def test_idle_engine_is_not_lost_however_old_its_iteration():
 @pytest.mark.parametrize("has_work", [False, True], ids=["idle", "with work"])
 def test_pause_of_the_router_does_not_count_against_engines(has_work):
     """Neither as silence nor as a hang; from there on their time runs as before."""
-    harness = Harness({"d0": "D"}, limits=SchedulingLimits(silence_limit_s=2, iteration_age_floor_s=2))
+    harness = Harness({"d0": "D"}, limits=make_limits(silence_limit_s=2, iteration_age_floor_s=2))
     if has_work:
         harness.admit(20, 30)
         harness.step_all()

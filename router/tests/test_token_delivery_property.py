@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sluice.v1 import engine_pb2, sampling_pb2
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 NAMES = ("p0", "p1", "d0", "d1")
 ROLES = {name: name[0].upper() for name in NAMES}
@@ -20,9 +20,7 @@ CAUSES = (
     engine_pb2.MOVE_CAUSE_DRAIN,
 )
 # Time is not what is tested here: only grants may expire.
-LIMITS = SchedulingLimits(
-    silence_limit_s=1e6, iteration_age_floor_s=1e6, wait_limit_s=1e6, max_recoveries=5, max_deaths=3
-)
+LIMITS = make_limits(silence_limit_s=1e6, iteration_age_floor_s=1e6, wait_limit_s=1e6, max_recoveries=5, max_deaths=3)
 # Degradations follow one another at once.
 NO_PAUSE = {**PARAMETERS, "min_tokens_between_moves": "0"}
 names = st.sampled_from(NAMES)

@@ -12,6 +12,7 @@ from sluice.v1 import engine_pb2
 from sluice_core.records import EngineId
 from sluice_router.engines.engine_stream import EngineStream, PeerTls, StreamEndedError
 from sluice_router.event_loop_bursts import BurstQueue
+from sluice_router.limit_type import Limit
 from sluice_router.observability.metrics import EngineTraffic
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ MIN_BACKOFF_S = 0.1
 # Pause after a stream that served: its requests wait for the answer whether the engine still has them.
 RESUME_PAUSE_S = 0.02
 MAX_BACKOFF_S = 2.0
+HELLO_TIMEOUT_S = Limit("hello_timeout_s", 10.0, "longest wait for an engine's first message", above=0)
 
 
 class EngineIdentity(Protocol):

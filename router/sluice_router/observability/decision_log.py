@@ -9,8 +9,10 @@ from typing import Any
 from sluice_core.records import RequestId
 from sluice_core.scheduling.placement_records import PlacementRecord
 from sluice_core.scheduling.placement_records import explain as explain_placement
+from sluice_router.limit_type import Limit
 from sluice_router.observability.request_traces import RequestTraces
 
+RING_SIZE = Limit("ring_size", 32_768, "events about requests kept for explanations", at_least=0)
 # Names of the values of each kind of event.
 FIELDS: dict[str, tuple[str, ...]] = {
     "admitted": (

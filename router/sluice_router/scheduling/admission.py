@@ -11,12 +11,20 @@ from sluice_router.errors import (
     QueueFullError,
     ShuttingDownError,
 )
+from sluice_router.limit_type import Limit
 from sluice_router.owner_limits import permissions
 from sluice_router.owner_limits.limiter import Reservation
 from sluice_router.scheduling import completion, placement, wire_conversion
 from sluice_router.scheduling.entities import LiveRequest
 from sluice_router.scheduling.requests import NewRequest, ResponseStream
 from sluice_router.scheduling.state import RouterState
+
+MAX_WAITING = Limit(
+    "max_waiting",
+    4096,
+    "most requests that wait for an engine, in all routers of the plan together",
+    at_least=1,
+)
 
 
 def admit(state: RouterState, new: NewRequest, response_stream: ResponseStream, now: float) -> None:
@@ -77,7 +85,7 @@ def _check_accepting(state: RouterState) -> Plan:
 
 
 def _check_queue(state: RouterState, plan: Plan, new: NewRequest, now: float) -> None:
-    limit = max(1, state.limits.max_waiting // plan.num_routers)
+    limit = max(1, state.limits[MAX_WAITING] // plan.num_routers)
     if len(state.requests.waiting) >= limit:
         state.statistics.num_arrived += 1
         message = f"{len(state.requests.waiting)} requests wait for an engine, the limit is {limit}"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from sluice.v1 import control_pb2, sampling_pb2
+from sluice.v1 import sampling_pb2
 from sluice_core.slo import MET_NOTHING, RequestEnd, SloOutcome, check_slo, compute_tpot_s
 from sluice_router.errors import OverloadError, OwnerLimitError, RequestError, RouterError, TakenOverError
 from sluice_router.observability.metrics import RouterMetrics
 from sluice_router.owner_limits.usage import count_computed
-from sluice_router.scheduling import dispatch
+from sluice_router.scheduling import dispatch, planner_samples
 from sluice_router.scheduling.entities import LiveRequest
 from sluice_router.scheduling.moves import migration
 from sluice_router.scheduling.requests import Finish, NewRequest, Usage
-from sluice_router.scheduling.state import RequestStatistics, RouterState
+from sluice_router.scheduling.state import RouterState
 
 _RESULTS = {sampling_pb2.FINISH_REASON_STOP: "stop", sampling_pb2.FINISH_REASON_LENGTH: "length"}
 
@@ -56,7 +56,7 @@ def finish(
     metrics.duration_s[slo_class].observe(now - request.new.arrival_s)
     if usage.tpot_s is not None:
         metrics.tpot_s[slo_class].observe(usage.tpot_s)
-    _sample(state.statistics, request, num_output)
+    planner_samples.add(state.statistics, state.limits, request, num_output)
 
 
 def fail(state: RouterState, request: LiveRequest, error: RouterError, now: float) -> None:
@@ -167,21 +167,3 @@ def _measure(request: LiveRequest, num_output: int, now: float) -> tuple[Usage, 
         is_slo_met=outcome.met_both,
     )
     return usage, outcome
-
-
-def _sample(statistics: RequestStatistics, request: LiveRequest, num_output: int) -> None:
-    """Keeps a request for the planner.
-
-    Requests end in another order than they arrive; the gaps still add up to the time.
-    """
-    arrival_s = request.new.arrival_s
-    last_s = arrival_s if statistics.last_arrival_s is None else statistics.last_arrival_s
-    statistics.last_arrival_s = max(last_s, arrival_s)
-    statistics.samples.append(
-        control_pb2.RequestSample(
-            gap_s=statistics.last_arrival_s - last_s,
-            prompt_tokens=len(request.new.prompt_token_ids),
-            output_tokens=num_output,
-            slo_class=request.new.slo_class,
-        )
-    )

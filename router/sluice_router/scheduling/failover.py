@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from sluice.v1 import control_pb2, engine_pb2, sampling_pb2
 from sluice_core.records import EngineId, RequestId
 from sluice_router.errors import EngineFaultError
+from sluice_router.limit_type import Limit
 from sluice_router.scheduling import completion, dispatch, prefixes
 from sluice_router.scheduling.entities import (
     ConnectedEngine,
@@ -22,6 +23,14 @@ from sluice_router.scheduling.state import RouterState
 
 # A stream that broke or went silent says nothing about the engine behind it, which may go on with its requests.
 RESUMABLE = frozenset({"stream", "silence"})
+RESUME_GRACE_S = Limit(
+    "resume_grace_s",
+    0.3,
+    "longest wait of a request for the engine whose stream broke, before it goes elsewhere",
+    at_least=0,
+)
+MAX_RECOVERIES = Limit("max_recoveries", 3, "most times a request goes on elsewhere after a failure", at_least=0)
+MAX_DEATHS = Limit("max_deaths", 2, "engines that fail under a request until it is given up", at_least=1)
 
 
 def lose_engine(state: RouterState, engine: ConnectedEngine, reason: str, now: float, *, fault: str = "") -> None:
@@ -117,7 +126,7 @@ def expire_pulls(state: RouterState, engine: ConnectedEngine, now: float) -> Non
         move = None if request is None else request.migration
         if request is None or move is None or move.phase is not MigrationPhase.SUBMITTED:
             continue
-        if now - move.submitted_s > state.limits.pull_timeout_s:
+        if migration.is_pull_late(state.limits, move, now):
             _give_up_pull(state, request, move, "pull_timeout", now)
 
 
@@ -181,7 +190,7 @@ def _recover(state: RouterState, submission: Submission, request: LiveRequest, r
         _recover_elsewhere(state, submission, request, reason, now)
         return
     # A silent engine has used up its time already.
-    grace_s = state.limits.resume_grace_s if reason == "stream" else 0.0
+    grace_s = state.limits[RESUME_GRACE_S] if reason == "stream" else 0.0
     request.pending_resume = PendingResume(submission=submission, reason=reason, until_s=now + grace_s)
     state.requests.awaiting_resume[request.request_id] = request
     dispatch.enqueue(state.requests, request, now)
@@ -198,13 +207,13 @@ def _recover_elsewhere(
         # It had reached the scheduler: it may be what killed the engine.
         request.num_deaths += 1
     request.died_on.add(engine.engine_id)
-    limits = state.limits
+    max_deaths, max_recoveries = state.limits[MAX_DEATHS], state.limits[MAX_RECOVERIES]
     # A request that ran on several engines when they failed may be the cause: no further engine is risked.
-    if request.num_deaths >= limits.max_deaths:
-        message = f"{request.num_deaths} engines failed while they ran the request; the limit is {limits.max_deaths}"
+    if request.num_deaths >= max_deaths:
+        message = f"{request.num_deaths} engines failed while they ran the request; the limit is {max_deaths}"
         completion.fail(state, request, EngineFaultError(message), now)
-    elif request.num_recoveries >= limits.max_recoveries:
-        message = f"the request went on elsewhere {request.num_recoveries} times; the limit is {limits.max_recoveries}"
+    elif request.num_recoveries >= max_recoveries:
+        message = f"the request went on elsewhere {request.num_recoveries} times; the limit is {max_recoveries}"
         completion.fail(state, request, EngineFaultError(message), now)
     else:
         requeue(state, request, reason, now)

@@ -21,14 +21,14 @@ from sluice_core.scheduling.prefix_index import PrefixIndex
 from sluice_core.slo import AttainmentCounters
 from sluice_core.strategies.interface import RouterPolicy
 from sluice_router.errors import RouterError
-from sluice_router.observability.decision_log import DecisionLog
+from sluice_router.limit_type import Limits
+from sluice_router.observability.decision_log import RING_SIZE, DecisionLog
 from sluice_router.observability.metrics import RouterMetrics
 from sluice_router.observability.request_traces import RequestTraces
 from sluice_router.owner_limits.limiter import OwnerLimiter
 from sluice_router.owner_limits.sharing import UsageSharing
 from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint, LiveRequest, PendingClaim, Submission
 from sluice_router.scheduling.requests import ClaimTaker, Finish, FoundRequest, NewRequest, ResponseStream
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
 from sluice_router.text.prompt_hashes import PrefixScheme
 
 
@@ -148,7 +148,7 @@ class RequestStatistics:
         num_arrived: Requests that asked for an engine, those that found the queue full included.
     """
 
-    samples: deque[control_pb2.RequestSample]
+    samples: deque[control_pb2.RequestSample] = field(default_factory=deque)
     attainment: AttainmentCounters = field(default_factory=AttainmentCounters)
     last_arrival_s: float | None = None
     num_failed: int = 0
@@ -257,7 +257,7 @@ class RouterState:
         self,
         *,
         router_id: str,
-        limits: SchedulingLimits,
+        limits: Limits,
         rng: random.Random,
         started_unix_s: int = 0,
         model_id: str = "",
@@ -277,9 +277,9 @@ class RouterState:
         self.limiter = OwnerLimiter()
         self.usage_sharing = UsageSharing(self.limiter)
         self.fair_share = FairShare()
-        self.statistics = RequestStatistics(samples=deque(maxlen=limits.num_samples))
+        self.statistics = RequestStatistics()
         self.metrics = RouterMetrics()
-        self.decision_log = DecisionLog(limits.ring_size, traces)
+        self.decision_log = DecisionLog(limits[RING_SIZE], traces)
         self.traces = traces
 
     def make_request_id(self) -> RequestId:
@@ -333,9 +333,9 @@ OWNERS: dict[str, tuple[str, str]] = {
     "num_reported": ("status/control_status", ""),
     "reported_s": ("status/control_status", ""),
     # RequestStatistics
-    "samples": ("completion", ""),
+    "samples": ("planner_samples", ""),
     "attainment": ("completion", ""),
-    "last_arrival_s": ("completion", ""),
+    "last_arrival_s": ("planner_samples", ""),
     "num_arrived": ("admission", ""),
     # RouterOutbox and Actions
     "actions": ("state", ""),
@@ -421,7 +421,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     ),
     # ConnectedEngine: what it shall do
     "status": (
-        "engines/engine_health failover model_match",
+        "failover model_match moves/drain",
         "lost in failover, refused with its model, draining and drained by its reports",
     ),
     "role": ("plan", ""),

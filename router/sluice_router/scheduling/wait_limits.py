@@ -5,10 +5,14 @@ from __future__ import annotations
 import heapq
 import math
 
+from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
 from sluice_router.errors import MIN_RETRY_S, DeadlineError, NoEngineError
+from sluice_router.limit_type import Limit
 from sluice_router.scheduling import completion
 from sluice_router.scheduling.entities import LiveRequest
 from sluice_router.scheduling.state import RouterState
+
+WAIT_LIMIT_S = Limit("wait_limit_s", ROUTER_WAIT_LIMIT_S, "longest wait for an engine", above=0)
 
 
 def expire(state: RouterState, now: float) -> None:
@@ -32,7 +36,7 @@ def expire(state: RouterState, now: float) -> None:
 
 def _note_hold(state: RouterState, now: float) -> float:
     """Notes that requests are held, if they are; returns how long one may wait, in seconds."""
-    limit_s = state.limits.wait_limit_s
+    limit_s = state.limits[WAIT_LIMIT_S]
     if not state.active.is_holding or state.active.plan is None:
         return limit_s
     state.requests.held_s = now

@@ -1,26 +1,26 @@
-"""When an engine counts as silent or hung, and when as drained."""
+"""When an engine counts as silent or hung."""
 
 from __future__ import annotations
 
-from sluice.v1 import control_pb2
 from sluice_core.records import IterationShape
 from sluice_core.scheduling.engine_table import EngineTable
+from sluice_router.limit_type import Limit, Limits
 from sluice_router.scheduling.entities import ConnectedEngine
-from sluice_router.scheduling.state import RouterStatus
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+
+SILENCE_LIMIT_S = Limit("silence_limit_s", 2.0, "longest silence of an engine's stream", above=0)
+ITERATION_AGE_FLOOR_S = Limit("iteration_age_floor_s", 2.0, "least time without progress that means a hang", above=0)
+ITERATION_AGE_FACTOR = Limit("iteration_age_factor", 5.0, "longest predicted iterations that mean a hang", at_least=1)
 
 
-def find_failure(
-    limits: SchedulingLimits, table: EngineTable, engine: ConnectedEngine, now: float
-) -> tuple[str, str] | None:
+def find_failure(limits: Limits, table: EngineTable, engine: ConnectedEngine, now: float) -> tuple[str, str] | None:
     """Checks whether an engine is silent or hangs.
 
     Returns:
         Reason and text of its failure; None while it is well.
     """
-    silence_s = now - engine.last_heard_s
-    if silence_s > limits.silence_limit_s:
-        return "silence", f"silent for {silence_s:.1f} s, the limit is {limits.silence_limit_s:g} s"
+    silence_s, silence_limit_s = now - engine.last_heard_s, limits[SILENCE_LIMIT_S]
+    if silence_s > silence_limit_s:
+        return "silence", f"silent for {silence_s:.1f} s, the limit is {silence_limit_s:g} s"
     if not _has_work(engine):
         engine.progress_s = now
         return None
@@ -40,10 +40,10 @@ def _has_work(engine: ConnectedEngine) -> bool:
     )
 
 
-def _age_limit_s(limits: SchedulingLimits, table: EngineTable, engine: ConnectedEngine) -> float:
+def _age_limit_s(limits: Limits, table: EngineTable, engine: ConnectedEngine) -> float:
     """The longest time that an iteration may take: a multiple of what the latency model predicts for a full one."""
     if engine.engine_id not in table:
-        return limits.iteration_age_floor_s
+        return limits[ITERATION_AGE_FLOOR_S]
     tokens = engine.chunk_size_tokens or engine.spec.max_batch_tokens
     prefill_tokens = max(0, tokens - engine.load.running_decodes)
     shape = IterationShape(
@@ -54,19 +54,4 @@ def _age_limit_s(limits: SchedulingLimits, table: EngineTable, engine: Connected
         decode_context_tokens=engine.load.decode_context_tokens,
     )
     longest_s = table[engine.engine_id].latency.estimate_shape_s(shape)
-    return max(limits.iteration_age_floor_s, limits.iteration_age_factor * longest_s)
-
-
-def note_drained(router_status: RouterStatus, engine: ConnectedEngine) -> None:
-    """Notes whether an engine serves, drains, or is drained: nothing runs there, and nobody reads KV from it."""
-    load = engine.load
-    is_busy = bool(load.queued_requests or load.running_decodes or load.pulling_requests or load.kv_blocks_pinned)
-    if not engine.is_draining:
-        status = control_pb2.ENGINE_STATE_READY
-    elif is_busy or engine.num_taken_slots:
-        status = control_pb2.ENGINE_STATE_DRAINING
-    else:
-        status = control_pb2.ENGINE_STATE_DRAINED
-    if engine.status not in {status, control_pb2.ENGINE_STATE_REFUSED, control_pb2.ENGINE_STATE_LOST}:
-        engine.status = status
-        router_status.mark_changed()
+    return max(limits[ITERATION_AGE_FLOOR_S], limits[ITERATION_AGE_FACTOR] * longest_s)

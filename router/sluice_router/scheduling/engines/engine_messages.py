@@ -6,9 +6,8 @@ from sluice.v1 import engine_pb2
 from sluice_core.records import EngineId
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_router.scheduling import plan, prefixes, token_delivery, wire_conversion
-from sluice_router.scheduling.engines import engine_health
 from sluice_router.scheduling.entities import ConnectedEngine
-from sluice_router.scheduling.moves import migration
+from sluice_router.scheduling.moves import drain, migration
 from sluice_router.scheduling.resumption import claims
 from sluice_router.scheduling.state import RouterState
 
@@ -100,7 +99,7 @@ def _handle_load(state: RouterState, engine: ConnectedEngine, load: engine_pb2.L
         state.engines.table.report(
             engine_id, wire_conversion.load_from(load, _remaining_s(state.engines.table, engine, load)), now
         )
-    engine_health.note_drained(state.status, engine)
+    drain.note_drained(state.status, engine)
 
 
 def _remaining_s(table: EngineTable, engine: ConnectedEngine, load: engine_pb2.LoadReport) -> float:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from sluice.v1 import control_pb2
 from sluice_core.records import MoveCause
+from sluice_router.limit_type import Limit
 from sluice_router.scheduling import dispatch
 from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, Submission
 from sluice_router.scheduling.moves import migration
-from sluice_router.scheduling.state import EnginePool, RouterState
+from sluice_router.scheduling.state import EnginePool, RouterState, RouterStatus
+
+DRAIN_RETRY_S = Limit("drain_retry_s", 0.25, "pause before a draining engine's decode is proposed again", above=0)
 
 
 def drain(state: RouterState, engine: ConnectedEngine, now: float) -> None:
@@ -22,7 +26,7 @@ def drain(state: RouterState, engine: ConnectedEngine, now: float) -> None:
         ):
             continue
         if now >= submission.not_before_s:
-            submission.not_before_s = now + state.limits.drain_retry_s
+            submission.not_before_s = now + state.limits[DRAIN_RETRY_S]
             if is_last:
                 _recompute_elsewhere(state, submission, submission.request, now)
             else:
@@ -41,3 +45,18 @@ def _recompute_elsewhere(state: RouterState, submission: Submission, request: Li
     dispatch.withdraw(state, submission, request, "fingerprint", now)
     state.metrics.count("recoveries", "fingerprint")
     dispatch.enqueue(state.requests, request, now)
+
+
+def note_drained(router_status: RouterStatus, engine: ConnectedEngine) -> None:
+    """Notes whether an engine serves, drains, or is drained: nothing runs there, and nobody reads KV from it."""
+    load = engine.load
+    is_busy = bool(load.queued_requests or load.running_decodes or load.pulling_requests or load.kv_blocks_pinned)
+    if not engine.is_draining:
+        status = control_pb2.ENGINE_STATE_READY
+    elif is_busy or engine.num_taken_slots:
+        status = control_pb2.ENGINE_STATE_DRAINING
+    else:
+        status = control_pb2.ENGINE_STATE_DRAINED
+    if engine.status not in {status, control_pb2.ENGINE_STATE_REFUSED, control_pb2.ENGINE_STATE_LOST}:
+        engine.status = status
+        router_status.mark_changed()

@@ -15,11 +15,15 @@ from itertools import islice
 from sluice.v1 import engine_pb2
 from sluice_core.kv_copy_rules import is_copy_close
 from sluice_core.records import MoveCause
+from sluice_router.limit_type import Limit, Limits
 from sluice_router.scheduling.entities import ConnectedEngine, Migration
 from sluice_router.scheduling.state import RouterOutbox
 
 # Blocks that a grant reserves beyond the request's present tokens: it grows while it is copied.
 GROWTH_BLOCKS = 1
+COPY_TIMEOUT_S = Limit(
+    "copy_timeout_s", 5.0, "longest time that KV is copied while its request goes on where it is", above=0
+)
 
 
 def can_copy(move: Migration) -> bool:
@@ -38,6 +42,11 @@ def is_close(move: Migration) -> bool:
     """Whether what the target lacks is short enough to stop the stream for it, or copying on is of no use."""
     block_size_tokens = move.source.engine.spec.block_size_tokens
     return is_copy_close(move.request.num_tokens, move.num_copied_tokens, move.num_parts, block_size_tokens)
+
+
+def is_late(limits: Limits, move: Migration, now: float) -> bool:
+    """Whether copying has taken too long."""
+    return now - move.started_s > limits[COPY_TIMEOUT_S]
 
 
 def ask_for_offer(outbox: RouterOutbox, move: Migration) -> None:

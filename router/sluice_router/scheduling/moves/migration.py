@@ -20,6 +20,7 @@ from sluice_core.records import EngineId, MoveCause
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.strategy_parameters import StrategyParameters
 from sluice_router.errors import EngineProtocolError
+from sluice_router.limit_type import Limit, Limits
 from sluice_router.scheduling import dispatch, wire_conversion
 from sluice_router.scheduling.entities import (
     ConnectedEngine,
@@ -32,6 +33,14 @@ from sluice_router.scheduling.entities import (
 from sluice_router.scheduling.moves import kv_copies
 from sluice_router.scheduling.state import RouterOutbox, RouterState
 
+MAX_MOVES_PER_ENGINE = Limit(
+    "max_moves_per_engine",
+    16,
+    "most moves in flight from or to an engine, by all routers of the plan together",
+    at_least=1,
+)
+GRANT_TIMEOUT_S = Limit("grant_timeout_s", 2.0, "longest wait for an answer to a grant request", above=0)
+PULL_TIMEOUT_S = Limit("pull_timeout_s", 10.0, "longest wait for a moved request's next token", above=0)
 # Before a finished prefill that an engine has refused room asks again: about an iteration of a decode engine.
 KEPT_RETRY_S = 0.02
 DEFAULT_GRANT_WAIT_S = StrategyParameters().grant_wait_s
@@ -319,12 +328,16 @@ def drop_target(state: RouterState, move: Migration, now: float) -> None:
 
 def expire_grants(state: RouterState, engine: ConnectedEngine, now: float) -> None:
     """Gives up grant requests that the engine does not answer, and copies that take too long."""
-    limits = state.limits
     for move in list(engine.grants.values()):
-        if move.phase is MigrationPhase.GRANT_ASKED and now - move.started_s > limits.grant_timeout_s:
+        if move.phase is MigrationPhase.GRANT_ASKED and now - move.started_s > state.limits[GRANT_TIMEOUT_S]:
             abandon(state, move, "grant_timeout", now)
-        elif move.phase is MigrationPhase.COPYING and now - move.started_s > limits.copy_timeout_s:
+        elif move.phase is MigrationPhase.COPYING and kv_copies.is_late(state.limits, move, now):
             abandon(state, move, "copy_timeout", now)
+
+
+def is_pull_late(limits: Limits, move: Migration, now: float) -> bool:
+    """Whether the target, which owns the request, has taken too long to get its KV and make the next token."""
+    return now - move.submitted_s > limits[PULL_TIMEOUT_S]
 
 
 def start_manual(state: RouterState, request_id: str, engine_id: EngineId, now: float) -> str:
@@ -364,7 +377,7 @@ def _pick_target(
     """Picks the engine to ask; or says why there is none."""
     if state.active.policy is None or state.active.plan is None:
         return None, "no_plan"
-    cap = max(1, state.limits.max_moves_per_engine // state.active.plan.num_routers)
+    cap = max(1, state.limits[MAX_MOVES_PER_ENGINE] // state.active.plan.num_routers)
     if source.migrations_out >= cap:
         return None, "source_busy"
     since_move = len(request.output_token_ids) - request.moved_at_tokens if request.num_hand_offs else None

@@ -11,6 +11,7 @@ from array import array
 from sluice.v1 import engine_pb2
 from sluice_core.records import RequestId
 from sluice_router.errors import MIN_RETRY_S, NoEngineError, QueueFullError, ShuttingDownError, UnknownStreamError
+from sluice_router.limit_type import Limit
 from sluice_router.scheduling import wire_conversion
 from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest, PendingClaim
 from sluice_router.scheduling.requests import ClaimTaker, FoundRequest
@@ -18,6 +19,9 @@ from sluice_router.scheduling.state import RouterState
 
 # A claim costs each engine a message, whether or not the key is known.
 MAX_PENDING_CLAIMS = 1024
+CLAIM_TIMEOUT_S = Limit(
+    "claim_timeout_s", 1.0, "longest wait for what engines know of an answer that a client resumes", above=0
+)
 
 
 def claim(state: RouterState, key: bytes, taker: ClaimTaker, now: float) -> None:
@@ -51,7 +55,7 @@ def claim(state: RouterState, key: bytes, taker: ClaimTaker, now: float) -> None
         for engine_id, engine in state.engines.connected.items()
         if not engine.serves_other_model(state.model_id)
     }
-    pending = PendingClaim(taker=taker, awaited=set(engines), until_s=now + state.limits.claim_timeout_s)
+    pending = PendingClaim(taker=taker, awaited=set(engines), until_s=now + state.limits[CLAIM_TIMEOUT_S])
     state.requests.claims[key] = pending
     for engine in engines.values():
         state.outbox.message_to(engine).claims.add(resume_key=key)
