@@ -6,8 +6,7 @@ import contextlib
 
 from edge_fakes import read_until
 
-from sluice_router.api.http.http_api import HttpApi
-from sluice_router.settings import HttpSettings
+from sluice_router.api.http.http_api import HttpApi, HttpSettings
 
 BODY = {"model": "tiny", "prompt": "hi", "max_tokens": 100, "stream": False}
 STREAM = {**BODY, "stream": True}

@@ -6,8 +6,7 @@ import contextlib
 
 import httpx
 
-from sluice_router.api.http.http_api import HttpApi
-from sluice_router.settings import HttpSettings
+from sluice_router.api.http.http_api import HttpApi, HttpSettings
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -23,9 +23,8 @@ from server_harness import PD, get, make_settings, running, serving_ready, until
 
 from sluice.certificate_rotation import CertificateFolder
 from sluice.v1 import plan_pb2, router_pb2, router_pb2_grpc
-from sluice_router.api.http.http_api import HttpApi
+from sluice_router.api.http.http_api import HttpApi, HttpSettings
 from sluice_router.security.access_control import ClientAccess
-from sluice_router.settings import HttpSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

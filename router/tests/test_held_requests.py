@@ -11,9 +11,9 @@ from data_plane_harness import Harness
 from edge_fakes import FakePlane, connect, read_until, request_bytes, say
 from fake_engine import expected_output, make_plan
 
-from sluice_router.api.http.http_api import HttpApi
+from sluice_router.api.http.http_api import HttpApi, HttpSettings
 from sluice_router.errors import NoEngineError
-from sluice_router.settings import HttpSettings, make_limits
+from sluice_router.settings import make_limits
 
 ONE = {"d0": "D"}
 HOLD_S = 600

@@ -12,6 +12,8 @@ import pytest
 from edge_fakes import FakePlane, connect, read_until, request_bytes, say
 from http_connections_harness import BODY, STREAM, read_response, starting_apis
 
+from sluice_router.api.slow_readers import SlowReaderLimits
+
 
 @pytest.fixture
 async def plane():
@@ -42,7 +44,7 @@ async def _stall(plane, port, count=1):
 
 
 async def test_slow_reader_gets_every_character_once_and_in_large_chunks(start, plane, text):
-    api, port = await start(write_buffer_bytes=1024, max_stream_buffered_bytes=64 * 1024 * 1024)
+    api, port = await start(write_buffer_bytes=1024, slow_readers=SlowReaderLimits(max_stream_bytes=64 * 1024 * 1024))
     ids = text.encode_now("hello world ", add_special_tokens=False)
     async with _stall(plane, port) as (reader,):
         num_messages = 0
@@ -66,7 +68,7 @@ async def test_slow_reader_gets_every_character_once_and_in_large_chunks(start, 
 
 
 async def test_slow_reader_is_shed_at_its_limit_and_others_are_not(start, plane, text):
-    api, port = await start(write_buffer_bytes=1024, max_stream_buffered_bytes=100_000)
+    api, port = await start(write_buffer_bytes=1024, slow_readers=SlowReaderLimits(max_stream_bytes=100_000))
     ids = text.encode_now("hello world ", add_special_tokens=False) * 50
     async with _stall(plane, port) as (slow,), connect(port, limit=2**24) as (other, other_writer):
         other_writer.write(request_bytes("/v1/completions", STREAM))
@@ -154,8 +156,8 @@ async def test_answers_say_close_while_the_router_drains(start, plane, text):
 
 
 async def test_total_limit_sheds_the_largest_first(start, plane, text):
-    limits = {"max_stream_buffered_bytes": 10**9, "max_total_buffered_bytes": 600_000}
-    api, port = await start(write_buffer_bytes=1024, **limits)
+    limits = SlowReaderLimits(max_stream_bytes=10**9, max_total_bytes=600_000)
+    api, port = await start(write_buffer_bytes=1024, slow_readers=limits)
     ids = text.encode_now("hello world ", add_special_tokens=False) * 50
     async with _stall(plane, port, count=3):
         while len(api.slow_readers) < 3:

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
+MAX_PAUSED_S = 30.0
+
 
 class SlowReader(Protocol):
     """A paused stream."""
@@ -36,7 +38,7 @@ class SlowReaderLimits:
     """
 
     max_stream_bytes: int = 256 * 1024
-    max_paused_s: float = 30.0
+    max_paused_s: float = MAX_PAUSED_S
     max_total_bytes: int = 64 * 1024 * 1024
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from sluice_router.api.http.answer_progress import AnswerProgress
 from sluice_router.api.http.http_stream import HttpStream
 
+COMMENT_INTERVAL_S = 10.0
 # Of an answer that waits for the first engine: readers of server-sent events skip lines that begin with a colon.
 HELD_COMMENT = b": waiting for an engine\n\n"
 

@@ -10,6 +10,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
@@ -17,13 +18,25 @@ from sluice.certificates import load_chain, make_server_context
 from sluice_core.records import RequestId
 from sluice_router.api.choices import PreparedRequest
 from sluice_router.api.edge_metrics import EdgeMetrics
-from sluice_router.api.http.http_body import read_body
-from sluice_router.api.http.http_connection import ConnectionSettings, EdgeServer, EdgeSite, connection_of
+from sluice_router.api.http.held_comments import COMMENT_INTERVAL_S
+from sluice_router.api.http.http_body import BODY_TIMEOUT_S, MAX_BODY_BYTES, read_body
+from sluice_router.api.http.http_connection import (
+    HEADER_TIMEOUT_S,
+    IDLE_TIMEOUT_S,
+    MAX_HEADER_BYTES,
+    WRITE_BUFFER_BYTES,
+    ConnectionSettings,
+    EdgeServer,
+    EdgeSite,
+    check_header_size,
+    connection_of,
+)
 from sluice_router.api.http.http_errors import REASON_HEADER, refuse
 from sluice_router.api.http.http_generation import HttpGeneration
 from sluice_router.api.http.http_resumption import ResumableAnswers, asks_for_resumable
 from sluice_router.api.http.http_stream import SERVER
 from sluice_router.api.http.info_endpoints import METRICS_PATH, InfoEndpoints
+from sluice_router.api.http.response_streams import STREAM_INTERVAL_TOKENS
 from sluice_router.api.length_limits import DEFAULT_COMPLETION_TOKENS
 from sluice_router.api.objectives import CAPABILITY_HEADER, read_objectives
 from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, parse_chat, parse_completion
@@ -36,7 +49,6 @@ from sluice_router.observability.request_traces import read_trace_headers
 from sluice_router.scheduling.requests import DataPlane
 from sluice_router.security.access_control import OPEN_ACCESS, PROBE_PATHS, ClientAccess
 from sluice_router.security.cors import CorsPolicy
-from sluice_router.settings import HttpSettings
 from sluice_router.text.tokenizer import ModelText
 
 Handler = Callable[[web.BaseRequest, float], Awaitable[web.StreamResponse]]
@@ -54,6 +66,21 @@ ACCEPT_BACKLOG = 4096
 NUM_ACCEPTORS = 16
 # How long handlers have to notice that they are cut.
 CUT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpSettings:
+    """Limits of the API. Their numbers stand in the modules with the rules; tests set others."""
+
+    max_body_bytes: int = MAX_BODY_BYTES
+    body_timeout_s: float = BODY_TIMEOUT_S
+    max_header_bytes: int = MAX_HEADER_BYTES
+    header_timeout_s: float = HEADER_TIMEOUT_S
+    idle_timeout_s: float = IDLE_TIMEOUT_S
+    stream_interval_tokens: int = STREAM_INTERVAL_TOKENS
+    comment_interval_s: float = COMMENT_INTERVAL_S
+    write_buffer_bytes: int = WRITE_BUFFER_BYTES
+    slow_readers: SlowReaderLimits = field(default_factory=SlowReaderLimits)
 
 
 class HttpApi:
@@ -86,13 +113,7 @@ class HttpApi:
         self._num_active = 0
         self._is_idle = asyncio.Event()
         self._sweeper: asyncio.Task[None] | None = None
-        self.slow_readers = SlowReaders(
-            SlowReaderLimits(
-                max_stream_bytes=self._settings.max_stream_buffered_bytes,
-                max_paused_s=self._settings.max_paused_s,
-                max_total_bytes=self._settings.max_total_buffered_bytes,
-            )
-        )
+        self.slow_readers = SlowReaders(self._settings.slow_readers)
         self.metrics = EdgeMetrics(self.slow_readers)
         plane.registry.register(self.metrics)
         self._preparer = RequestPreparer(plane, text, self.metrics)
@@ -126,7 +147,7 @@ class HttpApi:
         connection = ConnectionSettings(
             header_timeout_s=settings.header_timeout_s,
             write_buffer_bytes=settings.write_buffer_bytes,
-            max_paused_s=settings.max_paused_s,
+            max_paused_s=settings.slow_readers.max_paused_s,
             clock=self._plane.now,
         )
         server = EdgeServer(
@@ -247,11 +268,7 @@ class HttpApi:
         return info()
 
     def _check_headers(self, request: web.BaseRequest) -> None:
-        # Colon, space and line end; the parser has bounded each line and their number.
-        size = len(request.raw_path) + sum(len(name) + len(value) + 4 for name, value in request.raw_headers)
-        if size > self._settings.max_header_bytes:
-            message = f"the request's headers have {size} bytes; the limit is {self._settings.max_header_bytes}"
-            raise InvalidRequestError(message, code="headers_too_large")
+        check_header_size(request, self._settings.max_header_bytes)
         check_request_id(REQUEST_ID_HEADER, request.headers.get(REQUEST_ID_HEADER, ""))
 
     def _finish_headers(self, request: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:
@@ -278,16 +295,19 @@ class HttpApi:
     async def _complete(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
         if CAPABILITY_HEADER in request.headers:
             return await self._resume(request, is_chat=False)
-        body, ignored = parse_completion(await read_body(request, self._settings), self._preparer.check_size)
+        body, ignored = parse_completion(await self._read_body(request), self._preparer.check_size)
         prepared = await self._preparer.prepare_completion(body, self._describe_caller(request, body, arrival_s))
         return await self._answer(request, body, prepared, ignored)
 
     async def _chat(self, request: web.BaseRequest, arrival_s: float) -> web.StreamResponse:
         if CAPABILITY_HEADER in request.headers:
             return await self._resume(request, is_chat=True)
-        body, ignored = parse_chat(await read_body(request, self._settings), self._preparer.check_size)
+        body, ignored = parse_chat(await self._read_body(request), self._preparer.check_size)
         prepared = await self._preparer.prepare_chat(body, self._describe_caller(request, body, arrival_s))
         return await self._answer(request, body, prepared, ignored)
+
+    async def _read_body(self, request: web.BaseRequest) -> bytes:
+        return await read_body(request, limit=self._settings.max_body_bytes, timeout_s=self._settings.body_timeout_s)
 
     async def _answer(
         self,
@@ -303,7 +323,7 @@ class HttpApi:
 
     async def _resume(self, request: web.BaseRequest, *, is_chat: bool) -> web.StreamResponse:
         """Goes on with a stream; the body, if there is one, is the first request's once more."""
-        await read_body(request, self._settings)
+        await self._read_body(request)
         return await self._resumable.resume(
             request,
             is_chat=is_chat,

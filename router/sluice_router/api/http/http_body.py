@@ -10,20 +10,27 @@ from aiohttp.http import HttpVersion11
 from sluice_router.api.http.http_connection import CONTINUE
 from sluice_router.api.openai_requests import FieldError, quote
 from sluice_router.errors import BodyTooLargeError, DeadlineError, InvalidRequestError
-from sluice_router.settings import HttpSettings
 
+MAX_BODY_BYTES = 8 * 1024 * 1024  # unpacked
+BODY_TIMEOUT_S = 60.0  # from the end of the headers to the end of the body
 # What bodies may be packed with; nothing is the usual case.
 ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
 
 
-async def read_body(request: web.BaseRequest, limits: HttpSettings) -> bytes:
+async def read_body(
+    request: web.BaseRequest, *, limit: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S
+) -> bytes:
     """Reads a request's body, unpacked.
+
+    Args:
+        request: Its headers have come.
+        limit: Largest body, in bytes.
+        timeout_s: Longest time until it has come.
 
     Raises:
         FieldError: It is packed in an unknown way.
         RouterError: It is too large, comes too slowly, or cannot be read.
     """
-    limit = limits.max_body_bytes
     if (request.content_length or 0) > limit:
         raise BodyTooLargeError(f"the body has {request.content_length} bytes; the limit is {limit}")
     check_encoding(request.headers.get("Content-Encoding", ""))
@@ -36,14 +43,14 @@ async def read_body(request: web.BaseRequest, limits: HttpSettings) -> bytes:
             if len(whole) > limit:
                 raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
             return whole
-        async with asyncio.timeout(limits.body_timeout_s):
+        async with asyncio.timeout(timeout_s):
             async for part in request.content.iter_any():
                 size += len(part)
                 if size > limit:
                     raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
                 parts.append(part)
     except TimeoutError as error:
-        raise DeadlineError(f"the body did not come within {limits.body_timeout_s:g} s") from error
+        raise DeadlineError(f"the body did not come within {timeout_s:g} s") from error
     except web.RequestPayloadError as error:
         raise InvalidRequestError(f"the body cannot be read: {error}", code="malformed_http") from error
     return b"".join(parts)

@@ -16,6 +16,10 @@ from sluice_router.api.http.http_errors import format_error
 from sluice_router.api.http.response_streams import ClientStream, SseResponseStream
 from sluice_router.errors import InvalidRequestError
 
+MAX_HEADER_BYTES = 16 * 1024  # request line and headers together
+HEADER_TIMEOUT_S = 10.0  # from the first byte of a request to the end of its headers
+IDLE_TIMEOUT_S = 75.0  # between two requests of a connection
+WRITE_BUFFER_BYTES = 64 * 1024  # unsent bytes at which a client counts as paused
 # State of a connection in Linux's tcp_info once the peer has reset it.
 TCP_CLOSED = 7
 # What a client that has sent its last byte may get at any time, and does not take for a part of its answer: a comment
@@ -319,6 +323,15 @@ class EdgeSite(web.SockSite):
             backlog=self._backlog,
             ssl_handshake_timeout=self._handshake_timeout_s,
         )
+
+
+def check_header_size(request: web.BaseRequest, limit: int = MAX_HEADER_BYTES) -> None:
+    """Refuses request line and headers that have more bytes than ``limit``; raises ``InvalidRequestError``."""
+    # Colon, space and line end; the parser has bounded each line and their number.
+    size = len(request.raw_path) + sum(len(name) + len(value) + 4 for name, value in request.raw_headers)
+    if size > limit:
+        message = f"the request's headers have {size} bytes; the limit is {limit}"
+        raise InvalidRequestError(message, code="headers_too_large")
 
 
 def connection_of(request: web.BaseRequest) -> EdgeConnection:

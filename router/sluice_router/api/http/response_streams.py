@@ -15,6 +15,8 @@ from sluice_router.errors import RouterError
 from sluice_router.scheduling.requests import Finish, ResponseStream
 from sluice_router.text.output import Output
 
+STREAM_INTERVAL_TOKENS = 1  # per event, after the first
+
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class ClientStream:
