@@ -20,9 +20,9 @@ from sluice_operator.api.field_types import (
     percent,
     port_range,
 )
+from sluice_operator.api.fields_and_defaults.cluster_spec import SpecFields
+from sluice_operator.api.fields_and_defaults.pod_fields import EnvVar
 from sluice_operator.api.manifest import ManifestError, check_manifest, parse_manifest
-from sluice_operator.api.spec.cluster_spec import SpecFields
-from sluice_operator.api.spec.pod_fields import EnvVar
 from sluice_operator.api.spec_changes import FieldChange, FieldEffect
 
 ADAPTERS: dict[str, TypeAdapter[Any]] = {

@@ -11,8 +11,8 @@ import pytest
 from children_harness import engine_template, router_template
 from cluster_harness import World
 
+from sluice_operator.api.fields_and_defaults.model_spec import ModelSpec
 from sluice_operator.api.model_identity import identify_model, needs_resolution
-from sluice_operator.api.spec.model_spec import ModelSpec
 from sluice_operator.kubernetes.kinds import CONFIG_MAPS, PODS
 from sluice_operator.resources.pods.model_volume import RESOLVE_PROGRAM
 

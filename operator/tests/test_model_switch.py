@@ -8,10 +8,10 @@ import pytest
 from children_harness import engine_template, router_template
 from cluster_harness import World
 
+from sluice_operator.api.fields_and_defaults.model_spec import ModelSpec
+from sluice_operator.api.fields_and_defaults.rollout_spec import RolloutSpec
 from sluice_operator.api.labels import COMPONENT_LABEL, MODEL_LABEL
 from sluice_operator.api.model_identity import identify_model
-from sluice_operator.api.spec.model_spec import ModelSpec
-from sluice_operator.api.spec.rollout_spec import RolloutSpec
 from sluice_operator.kubernetes.kinds import PODS, SERVICES
 from sluice_operator.planning.model_switch import SplitStep, split_fleet
 

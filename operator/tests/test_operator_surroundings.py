@@ -15,11 +15,11 @@ from prometheus_client import generate_latest
 from verdicts import LEAST, merge
 
 from sluice_operator import health, logs
+from sluice_operator.api.fields_and_defaults.model_spec import ModelSpec
 from sluice_operator.api.labels import CLUSTER_LABEL
 from sluice_operator.api.manifest import ManifestError, check_manifest
 from sluice_operator.api.model_identity import identify_model, name_revision_key, needs_resolution
 from sluice_operator.api.names import ClusterKey
-from sluice_operator.api.spec.model_spec import ModelSpec
 from sluice_operator.controller import informer
 from sluice_operator.health import MAX_LAG_S, MAX_QUEUE_AGE_S, Health
 from sluice_operator.kubernetes.quantities import add_bytes, read_quantity

@@ -12,12 +12,12 @@ from fake_kubernetes import make_cluster
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_operator.api import names
+from sluice_operator.api.fields_and_defaults.model_spec import ModelSpec
+from sluice_operator.api.fields_and_defaults.rollout_spec import RolloutGateSpec
 from sluice_operator.api.labels import GENERATION_ANNOTATION, TUNED_ANNOTATION
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.model_identity import REVISION_KEY_PREFIX, identify_model
 from sluice_operator.api.sliders import Sliders
-from sluice_operator.api.spec.model_spec import ModelSpec
-from sluice_operator.api.spec.rollout_spec import RolloutGateSpec
 from sluice_operator.autotune.stored_sliders import StoredSliders
 from sluice_operator.planning.model_switch import (
     ModelSwitch,

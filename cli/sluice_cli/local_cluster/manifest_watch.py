@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import watchfiles
 
 from sluice_operator.api.field_effects import FieldEffect
+from sluice_operator.api.fields_and_defaults.rollout_spec import RolloutSpec
 from sluice_operator.api.manifest import ManifestError, ManifestProblem, parse_manifest
-from sluice_operator.api.spec.rollout_spec import RolloutSpec
 from sluice_operator.api.spec_changes import FieldChange, diff_specs
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from sluice_operator.api.sliders import resolve_sliders, resolve_strategy, write
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from sluice_operator.api.fields_and_defaults.slo_spec import SloClassSpec, SloSpec
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
-    from sluice_operator.api.spec.slo_spec import SloClassSpec, SloSpec
 
 _GROUP = re.compile(r"([1-9][0-9]{0,4})x(max|[0-9]{1,7})")
 _MOST_GROUPS = 2  # P-heavy engines, then D-heavy ones

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sluice_core.sim.traces import TraceRow
+    from sluice_operator.api.fields_and_defaults.autotune_spec import TokenBounds
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.api.spec.autotune_spec import TokenBounds
 
 _RANGE = re.compile(r"([0-9]{1,7})(%?)(?:-([0-9]{1,7})(%?))?")
 _MOST_REPLICAS = 1024  # as many as a manifest may ask for

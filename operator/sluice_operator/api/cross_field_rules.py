@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sluice_operator.api.field_types import ManifestModel
-    from sluice_operator.api.spec.autotune_spec import TokenBounds
-    from sluice_operator.api.spec.cluster_spec import SpecFields
-    from sluice_operator.api.spec.network_spec import TlsSpec
-    from sluice_operator.api.spec.pod_fields import EnvVar, PodFields
+    from sluice_operator.api.fields_and_defaults.autotune_spec import TokenBounds
+    from sluice_operator.api.fields_and_defaults.cluster_spec import SpecFields
+    from sluice_operator.api.fields_and_defaults.network_spec import TlsSpec
+    from sluice_operator.api.fields_and_defaults.pod_fields import EnvVar, PodFields
 
 MIN_CHUNK_TOKENS = 16
 # Ports of an engine pod that the manifest does not choose; the CRD names the same numbers in two CEL rules.

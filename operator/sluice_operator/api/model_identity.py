@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sluice_operator.api.spec.model_spec import ModelSpec
+    from sluice_operator.api.fields_and_defaults.model_spec import ModelSpec
 
 # Keys of the plan's ConfigMap that hold revisions, each followed by the model's id.
 REVISION_KEY_PREFIX = "model-revision-"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sluice_operator.api.spec.cluster_spec import Metadata
+    from sluice_operator.api.fields_and_defaults.cluster_spec import Metadata
 
 GROUP = "sluice.dev"
 # Field manager of what we apply, and value of the managed-by label.

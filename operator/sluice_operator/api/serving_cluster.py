@@ -9,7 +9,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from sluice_operator.api import cross_field_rules
 from sluice_operator.api.field_types import ManifestModel
-from sluice_operator.api.spec.cluster_spec import Metadata, SpecFields
+from sluice_operator.api.fields_and_defaults.cluster_spec import Metadata, SpecFields
 
 KIND = "ServingCluster"
 

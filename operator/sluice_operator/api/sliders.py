@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from sluice_core.strategy_parameters import Parameter
-    from sluice_operator.api.spec.cluster_spec import SpecFields
+    from sluice_operator.api.fields_and_defaults.cluster_spec import SpecFields
 
 
 # ``spec.strategy`` that leaves the choice to the search.

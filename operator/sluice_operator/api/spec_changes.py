@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from sluice_operator.api.field_effects import FieldEffect, walk_fields
 
 if TYPE_CHECKING:
-    from sluice_operator.api.spec.cluster_spec import SpecFields
+    from sluice_operator.api.fields_and_defaults.cluster_spec import SpecFields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from sluice_operator.api.sliders import AUTO, resolve_sliders, write_parameters
 
 if TYPE_CHECKING:
     from sluice_core.strategy_parameters import StrategyParameters
+    from sluice_operator.api.fields_and_defaults.autotune_spec import CountBounds, TokenBounds
     from sluice_operator.api.serving_cluster import ServingClusterSpec
-    from sluice_operator.api.spec.autotune_spec import CountBounds, TokenBounds
 
 # Least chunk size of P-heavy engines where no bounds are given.
 MIN_PREFILL_TOKENS = 64

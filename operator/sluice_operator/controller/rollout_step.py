@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.fields_and_defaults.model_spec import ModelSpec
 from sluice_operator.api.labels import DEFAULT_IMAGE_ANNOTATION
 from sluice_operator.api.model_identity import identify_model
-from sluice_operator.api.spec.model_spec import ModelSpec
 from sluice_operator.controller.preconditions import has_served
 from sluice_operator.kubernetes.objects import annotations_of
 from sluice_operator.planning.gated_roll import RollingEngine, follow_roll

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from sluice_core.records import EngineId
+    from sluice_operator.api.fields_and_defaults.rollout_spec import RolloutGateSpec
     from sluice_operator.api.serving_cluster import ServingClusterSpec
-    from sluice_operator.api.spec.rollout_spec import RolloutGateSpec
     from sluice_operator.resources.rollout_state import RolloutState
 
 # Beyond drain and start: the pod's termination, its image, the kubelet.

@@ -15,8 +15,8 @@ from sluice_operator.api.model_identity import identify_model
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sluice_operator.api.spec.model_spec import ModelSpec
-    from sluice_operator.api.spec.rollout_spec import RolloutSpec
+    from sluice_operator.api.fields_and_defaults.model_spec import ModelSpec
+    from sluice_operator.api.fields_and_defaults.rollout_spec import RolloutSpec
     from sluice_operator.resources.pods.pod_status import Pod
 
 

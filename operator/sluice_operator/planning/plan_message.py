@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from sluice_core.records import EngineId, Role
+    from sluice_operator.api.fields_and_defaults.cluster_spec import SpecFields
+    from sluice_operator.api.fields_and_defaults.model_spec import ModelSpec
+    from sluice_operator.api.fields_and_defaults.slo_spec import SloSpec
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.api.spec.cluster_spec import SpecFields
-    from sluice_operator.api.spec.model_spec import ModelSpec
-    from sluice_operator.api.spec.slo_spec import SloSpec
 
 
 def render_plan(

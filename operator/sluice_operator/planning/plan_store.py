@@ -15,10 +15,10 @@ from google.protobuf import json_format
 from sluice.v1 import plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_operator.api import names
+from sluice_operator.api.fields_and_defaults.model_spec import ModelSpec
 from sluice_operator.api.labels import GENERATION_ANNOTATION, SCALE_ANNOTATION, TUNED_ANNOTATION, label_child
 from sluice_operator.api.model_identity import REVISION_KEY_PREFIX, name_revision_key
 from sluice_operator.api.proto_roles import ROLES
-from sluice_operator.api.spec.model_spec import ModelSpec
 from sluice_operator.autoscaling.stored_scale import StoredScale
 from sluice_operator.autotune.stored_sliders import StoredSliders
 from sluice_operator.kubernetes.errors import ConflictError

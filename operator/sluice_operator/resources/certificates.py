@@ -13,8 +13,8 @@ from sluice_operator.kubernetes.objects import name_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sluice_operator.api.fields_and_defaults.network_spec import TlsSpec
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.api.spec.network_spec import TlsSpec
     from sluice_operator.kubernetes.objects import Object
 
 

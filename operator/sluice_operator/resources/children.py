@@ -27,8 +27,8 @@ from sluice_operator.resources.router_deployment import render_routers
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from sluice_operator.api.fields_and_defaults.model_spec import ModelSpec
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.api.spec.model_spec import ModelSpec
     from sluice_operator.kubernetes.objects import Object
     from sluice_operator.resources.rollout_state import RolloutState
     from sluice_operator.settings import OperatorSettings

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sluice_core.records import EngineId
+    from sluice_operator.api.fields_and_defaults.auth_spec import JwtAuth
+    from sluice_operator.api.fields_and_defaults.pod_fields import PodFields
     from sluice_operator.api.serving_cluster import ServingClusterSpec
-    from sluice_operator.api.spec.auth_spec import JwtAuth
-    from sluice_operator.api.spec.pod_fields import PodFields
 
 # Arguments of vLLM that the engine program takes itself, by its own names.
 ENGINE_OPTIONS = {

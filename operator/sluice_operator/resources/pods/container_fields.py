@@ -10,7 +10,7 @@ from sluice_operator.resources.pods.security_context import CONTAINER_SECURITY
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sluice_operator.api.spec.pod_fields import PodFields, Resources
+    from sluice_operator.api.fields_and_defaults.pod_fields import PodFields, Resources
     from sluice_operator.kubernetes.objects import Object
 
 

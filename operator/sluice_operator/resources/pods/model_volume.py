@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sluice_operator.api.model_identity import identify_model, name_revision_key, needs_resolution
 
 if TYPE_CHECKING:
-    from sluice_operator.api.spec.model_spec import CaBundle, HuggingFaceSource, ModelSpec
+    from sluice_operator.api.fields_and_defaults.model_spec import CaBundle, HuggingFaceSource, ModelSpec
     from sluice_operator.kubernetes.objects import Object
 
 MODEL_DIRECTORY = "/model"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sluice_operator.api.spec.pod_fields import PodFields
+    from sluice_operator.api.fields_and_defaults.pod_fields import PodFields
     from sluice_operator.kubernetes.objects import Object
 
 

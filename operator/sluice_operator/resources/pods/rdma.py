@@ -12,7 +12,7 @@ from sluice_operator.resources.pods.image_pull import PULL_POLICY
 from sluice_operator.resources.pods.security_context import CONTAINER_SECURITY
 
 if TYPE_CHECKING:
-    from sluice_operator.api.spec.network_spec import RdmaSpec
+    from sluice_operator.api.fields_and_defaults.network_spec import RdmaSpec
     from sluice_operator.kubernetes.objects import Object
 
 CLAIM = "rdma"

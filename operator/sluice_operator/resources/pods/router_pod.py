@@ -33,8 +33,8 @@ from sluice_operator.resources.pods.user_pod_template import strategic_merge
 from sluice_operator.resources.rollout_hash import RESTARTS_ROUTERS, compute_rollout_hash
 
 if TYPE_CHECKING:
+    from sluice_operator.api.fields_and_defaults.pod_fields import Resources
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.api.spec.pod_fields import Resources
     from sluice_operator.kubernetes.objects import Object
     from sluice_operator.resources.command_lines import Security
 

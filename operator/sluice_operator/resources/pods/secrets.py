@@ -14,8 +14,8 @@ from sluice_operator.resources.command_lines import Security
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sluice_operator.api.fields_and_defaults.network_spec import TlsSpec
     from sluice_operator.api.serving_cluster import ServingCluster
-    from sluice_operator.api.spec.network_spec import TlsSpec
     from sluice_operator.kubernetes.objects import Object
 
 KEYS, FRONT, PEERS = "api-keys", "front-tls", "peer-tls"

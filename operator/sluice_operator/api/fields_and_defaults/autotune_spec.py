@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from sluice_operator.api.field_types import DISABLED_IS_OFF, CountOrPercentage, ManifestModel
-from sluice_operator.api.spec.slider_spec import MAX_BATCH_TOKENS
+from sluice_operator.api.fields_and_defaults.slider_spec import MAX_BATCH_TOKENS
 
 AutotuneMode = Literal["Disabled", "Off", "Recommend", "Apply"]
 

@@ -8,9 +8,9 @@ from pydantic import Field
 
 from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.field_types import HostName, ManifestModel, Port, StringMap, Text
-from sluice_operator.api.spec.auth_spec import AuthSpec
-from sluice_operator.api.spec.network_spec import TlsSpec
-from sluice_operator.api.spec.pod_fields import PodFields, Resources
+from sluice_operator.api.fields_and_defaults.auth_spec import AuthSpec
+from sluice_operator.api.fields_and_defaults.network_spec import TlsSpec
+from sluice_operator.api.fields_and_defaults.pod_fields import PodFields, Resources
 
 
 class RouterTlsSpec(TlsSpec):

@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from sluice_operator.api.field_types import OPTIONAL_RESOURCE_NAME, Label, ManifestModel, Quantity, Text
-from sluice_operator.api.spec.pod_fields import PodFields, Resources
-from sluice_operator.api.spec.slider_spec import MAX_BATCH_TOKENS
+from sluice_operator.api.fields_and_defaults.pod_fields import PodFields, Resources
+from sluice_operator.api.fields_and_defaults.slider_spec import MAX_BATCH_TOKENS
 
 
 class Emulation(ManifestModel):

@@ -12,15 +12,15 @@ from pydantic import ConfigDict, Field
 
 from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.field_types import MAX_ENGINES, CountOrPercentage, Label, ManifestModel
-from sluice_operator.api.spec.autoscaling_spec import AutoscalingSpec
-from sluice_operator.api.spec.autotune_spec import AutotuneSpec
-from sluice_operator.api.spec.engine_spec import EngineSpec
-from sluice_operator.api.spec.model_spec import ModelSpec  # noqa: TC001 - pydantic looks it up
-from sluice_operator.api.spec.network_spec import NetworkSpec
-from sluice_operator.api.spec.rollout_spec import RolloutSpec
-from sluice_operator.api.spec.router_spec import RouterSpec
-from sluice_operator.api.spec.slider_spec import ChunkSizes, ParametersSpec
-from sluice_operator.api.spec.slo_spec import SloSpec  # noqa: TC001 - pydantic looks it up
+from sluice_operator.api.fields_and_defaults.autoscaling_spec import AutoscalingSpec
+from sluice_operator.api.fields_and_defaults.autotune_spec import AutotuneSpec
+from sluice_operator.api.fields_and_defaults.engine_spec import EngineSpec
+from sluice_operator.api.fields_and_defaults.model_spec import ModelSpec  # noqa: TC001 - pydantic looks it up
+from sluice_operator.api.fields_and_defaults.network_spec import NetworkSpec
+from sluice_operator.api.fields_and_defaults.rollout_spec import RolloutSpec
+from sluice_operator.api.fields_and_defaults.router_spec import RouterSpec
+from sluice_operator.api.fields_and_defaults.slider_spec import ChunkSizes, ParametersSpec
+from sluice_operator.api.fields_and_defaults.slo_spec import SloSpec  # noqa: TC001 - pydantic looks it up
 
 StrategyName = Literal[
     "TaiChi", "Aggregated", "Disaggregated", "DynaServe", "FlowPrefill", "EcoServe", "Sluice", "Auto"

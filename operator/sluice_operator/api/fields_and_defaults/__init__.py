@@ -1,0 +1,1 @@
+"""The fields of a ServingCluster's spec and their defaults, one module per section."""

@@ -1,1 +1,0 @@
-"""The fields of a ServingCluster's spec, one module per section."""
