@@ -74,6 +74,7 @@ class ScalerPolicy:
             start_s=self.start_s,
             min_replicas=self.min_replicas,
             max_replicas=self.max_replicas,
+            up_window_s=0.0,
             down_window_s=self.down_window_s,
         )
         self.state = decide(self.state, observation)

@@ -23,6 +23,8 @@ OBSERVATION = ScalerObservation(
     start_s=60.0,
     min_replicas=1,
     max_replicas=10,
+    up_window_s=0.0,
+    down_window_s=300.0,
 )
 STEP_S = 5.0
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from sluice_core.strategies import get_strategy
+from sluice_core.strategy_parameters import StrategyParameters
 
 LEAST_CHUNK_TOKENS = 16
 WATERMARKS = (0.85, 0.9, 0.95, 0.98)
 APPROACHING_FACTORS = (0.9, 0.96, 1.0)
-DEFAULT_WATERMARK = 0.95
-DEFAULT_APPROACHING_FACTOR = 0.96
+DEFAULTS = StrategyParameters()
 _LEAST_LATTICE_TOKENS = 64
 _Number = TypeVar("_Number", int, float)
 
@@ -43,8 +43,8 @@ class SliderCandidate:
     prefill_heavy_tokens: int
     decode_heavy_tokens: int
     tensor_parallel: int = 1
-    watermark: float = DEFAULT_WATERMARK
-    approaching_factor: float = DEFAULT_APPROACHING_FACTOR
+    watermark: float = DEFAULTS.watermark
+    approaching_factor: float = DEFAULTS.approaching_factor
 
     @property
     def replicas(self) -> int:
@@ -175,8 +175,8 @@ class SearchSpace:
             prefill_heavy_tokens=chunks[0],
             decode_heavy_tokens=chunks[1],
             tensor_parallel=tensor_parallel,
-            watermark=find_nearest(self.watermarks, DEFAULT_WATERMARK),
-            approaching_factor=find_nearest(self.approaching_factors, DEFAULT_APPROACHING_FACTOR),
+            watermark=find_nearest(self.watermarks, DEFAULTS.watermark),
+            approaching_factor=find_nearest(self.approaching_factors, DEFAULTS.approaching_factor),
         )
 
 

@@ -50,8 +50,8 @@ class ScalerObservation:
     start_s: float
     min_replicas: int
     max_replicas: int
-    up_window_s: float = 0.0
-    down_window_s: float = 300.0
+    up_window_s: float
+    down_window_s: float
     least_serving: int = 1
     is_trial: bool = False
 
