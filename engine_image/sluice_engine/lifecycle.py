@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from sluice.certificate_rotation import keep_fresh
-from sluice_engine import vllm_check
+from sluice_engine import vllm_internals_check
 from sluice_engine.kv_transfer import transport_in_use
 from sluice_engine.server.engine_server import EngineServer
 from sluice_engine.server.grpc_server import read_certificates, start_grpc
@@ -56,7 +56,7 @@ def run(settings: EngineSettings, stop: StopSignal, log: TransportLog) -> int:
         StartError: It cannot start.
         RdmaError: It must use RDMA and cannot.
     """
-    vllm_check.check_installed()
+    vllm_internals_check.check_installed()
     launch.check_ports(settings)
     # Before the model is loaded: that takes minutes.
     certificates = read_certificates(settings)

@@ -53,7 +53,7 @@ def import_vllm() -> None:
 
         from sluice_engine import (
             plugin,
-            vllm_check,  # noqa: F401
+            vllm_internals_check,  # noqa: F401
         )
 
         plugin.register()

@@ -369,7 +369,7 @@ def test_a_vllm_that_we_do_not_know_is_refused(check: str, tiny_model: Path, clo
     def refuse(*_: Any) -> None:
         raise LookupError("another vLLM")
 
-    monkeypatch.setattr(import_vllm().scheduler.vllm_check, check, refuse)
+    monkeypatch.setattr(import_vllm().scheduler.vllm_internals_check, check, refuse)
     with pytest.raises(LookupError, match="another vLLM"):
         make_pair(SCENARIOS["taichi"], tiny_model)
 

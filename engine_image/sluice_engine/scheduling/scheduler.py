@@ -4,7 +4,7 @@
 each concern to its module: grants, prefill room, pulls, hand-offs, proposals, load.
 
 An iteration holds every running decode, then requests whose KV has arrived, both without limit; then recomputes and
-prefills within the prefill room. ``vllm_check`` lists everything of vLLM that is used here and is not public.
+prefills within the prefill room. ``vllm_internals_check`` lists everything of vLLM that is used here and is not public.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sluice_core.kv_blocks import blocks_for_tokens
 from sluice_core.records import MoveCause
 from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
 from sluice_core.scheduling.engine_policy import RequestKind
-from sluice_engine import core_encoding, core_messages, vllm_check
+from sluice_engine import core_encoding, core_messages, vllm_internals_check
 from sluice_engine.child_processes import die_with_parent
 from sluice_engine.kv_transfer.grants import EngineRoom, GrantAllocator, GrantTable, answer_grant
 from sluice_engine.kv_transfer.kv_offers import KvOffers
@@ -62,9 +62,9 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
     """Over ``Scheduler`` and ``AsyncScheduler``; see the module."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        vllm_check.check_installed()
+        vllm_internals_check.check_installed()
         super().__init__(*args, **kwargs)
-        vllm_check.check_scheduler(self)
+        vllm_internals_check.check_scheduler(self)
         die_with_parent()
         manager = self.kv_cache_manager
         decodes = DecodeSet(block_size_tokens=self.block_size, max_num_seqs=self.max_num_running_reqs)

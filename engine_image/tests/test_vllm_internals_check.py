@@ -47,25 +47,25 @@ def changed() -> Iterator[Callable[[Any, str, Any], None]]:
 
 
 def test_the_pinned_versions_pass() -> None:
-    from sluice_engine import vllm_check
+    from sluice_engine import vllm_internals_check
 
-    vllm_check.check_installed()
+    vllm_internals_check.check_installed()
 
 
 def test_other_signature_is_named(changed: Callable[[Any, str, Any], None]) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from sluice_engine import vllm_check
+    from sluice_engine import vllm_internals_check
 
     changed(Scheduler, "_free_request", lambda self, request: None)
     with pytest.raises(UnsupportedVllmError, match=r"Scheduler\._free_request takes \(self, request\), expected"):
-        vllm_check.check_installed()
+        vllm_internals_check.check_installed()
 
 
 def test_missing_attribute_is_named(changed: Callable[[Any, str, Any], None]) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from sluice_engine import vllm_check
+    from sluice_engine import vllm_internals_check
 
     def schedule(self: Any, throttle_prefills: Any = None) -> None:
         raise NotImplementedError
@@ -75,16 +75,16 @@ def test_missing_attribute_is_named(changed: Callable[[Any, str, Any], None]) ->
         UnsupportedVllmError,
         match=r"Scheduler\.schedule has no 'self\._reserve_prefill_lookahead\(' any more",
     ):
-        vllm_check.check_installed()
+        vllm_internals_check.check_installed()
 
 
 def test_nixl_without_the_pause_is_named(changed: Callable[[Any, str, Any], None]) -> None:
-    from sluice_engine import vllm_check
+    from sluice_engine import vllm_internals_check
     from sluice_engine.kv_transfer import nixl_progress
 
     changed(nixl_progress.load_bindings(), "nixlAgentConfig", SimpleNamespace)
     with pytest.raises(UnsupportedVllmError, match=r"nixlAgentConfig\.pthrDelay is missing"):
-        vllm_check.check_installed()
+        vllm_internals_check.check_installed()
 
 
 def make_scheduler(**changes: Any) -> Any:
@@ -123,11 +123,11 @@ def make_scheduler(**changes: Any) -> Any:
     ],
 )
 def test_unsupported_setting_is_named(changes: dict[str, Any], message: str) -> None:
-    from sluice_engine import vllm_check
+    from sluice_engine import vllm_internals_check
 
-    vllm_check.check_scheduler(make_scheduler())
+    vllm_internals_check.check_scheduler(make_scheduler())
     with pytest.raises(UnsupportedVllmError, match=message):
-        vllm_check.check_scheduler(make_scheduler(**changes))
+        vllm_internals_check.check_scheduler(make_scheduler(**changes))
 
 
 def test_replay_generator_finds_its_place_by_counting_tokens() -> None:
