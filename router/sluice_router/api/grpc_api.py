@@ -27,6 +27,7 @@ from sluice_router.api.request_ids import check_request_id, choose_shown_id
 from sluice_router.api.request_preparation import RequestPreparer, to_router_error
 from sluice_router.api.resumption.answer_states import AnswerIdentity, make_resumable, read_state, restore_request
 from sluice_router.api.resumption.claimed_answers import claim_answer, prepare_found, replay
+from sluice_router.api.resumption.departed_clients import leave
 from sluice_router.error_statuses import error_status_of
 from sluice_router.errors import InvalidRequestError, RouterError
 from sluice_router.observability.request_traces import read_trace_headers
@@ -241,11 +242,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
                     return
         finally:
             response_stream.close()
-            if response_stream.end is None and answer.can_come_back:
-                response_stream.detach()
-                self._plane.detach(request_id)
-            elif response_stream.end is None:
-                self._plane.cancel(request_id)
+            if response_stream.end is None:
+                leave(self._plane, request_id, response_stream, can_come_back=answer.can_come_back)
 
     async def _abort(self, context: grpc.aio.ServicerContext[Any, Any], error: RouterError, shown_id: str = "") -> None:
         """Ends a call with the table's status; reason, Retry-After and the request's id go with it as metadata."""

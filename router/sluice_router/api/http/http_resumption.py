@@ -23,6 +23,7 @@ from sluice_router.api.objectives import CAPABILITY_HEADER, RESUMABLE_HEADER
 from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, quote
 from sluice_router.api.resumption.answer_states import AnswerIdentity, make_resumable, read_state, restore_request
 from sluice_router.api.resumption.claimed_answers import claim_answer, prepare_found, replay
+from sluice_router.api.resumption.departed_clients import leave
 from sluice_router.api.resumption.stream_positions import LAST_EVENT_ID_HEADER, NumberedFormat, read_position
 from sluice_router.api.slow_readers import SlowReaders
 from sluice_router.scheduling.requests import DataPlane
@@ -71,11 +72,8 @@ class OngoingAnswer:
         if self.progress.is_over:
             # Another connection may go on with it.
             return
-        if self.can_come_back or self.response_stream.is_open:
-            self.response_stream.detach()
-            self.plane.detach(self.request_id)
-        else:
-            self.plane.cancel(self.request_id, reason)
+        can_come_back = self.can_come_back or self.response_stream.is_open
+        leave(self.plane, self.request_id, self.response_stream, can_come_back=can_come_back, reason=reason)
 
 
 class ResumableAnswers:
