@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from sluice_core.latency.transfer import TRANSFER_LATENCY_S
 from sluice_engine.errors import SettingsError
+from sluice_engine.lost_stream_leases import LEASE_S, RESUME_TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -82,7 +84,7 @@ class EmulationSettings(BaseModel):
     kv_bytes: Annotated[int, Field(ge=1)] | None = None
     kv_bytes_per_token: Annotated[int, Field(ge=1)] | None = None
     link_bytes_per_s: Annotated[float, Field(gt=0)] = 20e9
-    link_latency_s: Annotated[float, Field(ge=0)] = 0.002
+    link_latency_s: Annotated[float, Field(ge=0)] = TRANSFER_LATENCY_S
 
 
 class EngineSettings(BaseModel):
@@ -138,8 +140,8 @@ class EngineSettings(BaseModel):
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
     drain_timeout_s: Annotated[float, Field(ge=0)] = 300.0
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    lease_s: Annotated[float, Field(ge=0)] = 10.0
-    resume_timeout_s: Annotated[float, Field(ge=0)] = 30.0
+    lease_s: Annotated[float, Field(ge=0)] = LEASE_S
+    resume_timeout_s: Annotated[float, Field(ge=0)] = RESUME_TIMEOUT_S
     kv_backend: Literal["UCX", "LIBFABRIC"] = "UCX"
     require_rdma: bool = False
     kv_poll_us: Annotated[int, Field(ge=0)] = 100

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sluice.v1 import engine_pb2 as wire
 from sluice_engine import core_messages
 from sluice_engine.kv_transfer.kv_handles import KvSource
+from sluice_engine.lost_stream_leases import LEASE_S, RESUME_TIMEOUT_S
 from sluice_engine.server.core_outputs import find_report, take_report, take_tokens
 from sluice_engine.server.counters import ServerCounters
 from sluice_engine.server.load_reporter import IDLE_REPORT_S, LoadReporter
@@ -54,8 +55,8 @@ class EngineServer:
         builder: RequestBuilder,
         *,
         clock: Callable[[], float],
-        lease_s: float = 10.0,
-        resume_timeout_s: float = 30.0,
+        lease_s: float = LEASE_S,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
         transport: str = "",
     ) -> None:
         self._hello = hello
