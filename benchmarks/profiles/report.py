@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from sluice_core.latency.kernels import Kernels, load_kernels
+from sluice_core.latency.kernel_fits import Kernels, load_kernels
 from sluice_core.latency.known_gpus import GPUS
 from sluice_core.latency.known_models import MODELS
 from sluice_core.latency.measured_profiles import ProfileKind, load_model_on_gpu

@@ -17,7 +17,7 @@ import pytest
 
 from sluice_core.latency.interface import UnknownModelError
 from sluice_core.latency.iteration_time import IterationProfile
-from sluice_core.latency.kernels import load_kernels
+from sluice_core.latency.kernel_fits import load_kernels
 from sluice_core.latency.known_gpus import GPUS
 from sluice_core.latency.known_models import MODELS
 from sluice_core.latency.kv_capacity import compute_kv_bytes_per_token, compute_kv_capacity_tokens

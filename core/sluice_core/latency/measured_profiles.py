@@ -19,7 +19,7 @@ from sluice_core.latency.iteration_time import (
     IterationProfile,
     ModelOnGpu,
 )
-from sluice_core.latency.kernels import NS, Kernels, interpolate, load_data, load_kernels
+from sluice_core.latency.kernel_fits import NS, Kernels, interpolate, load_data, load_kernels
 from sluice_core.latency.known_gpus import find_gpu
 from sluice_core.latency.known_models import find_architecture, find_model
 from sluice_core.latency.kv_capacity import (

@@ -1,4 +1,4 @@
-"""Measured kernels of one kind of GPU, between their grid points.
+"""Measured kernels of one kind of GPU between their grid points, and fits of attention over them.
 
 Straight lines inside the grids. Outside: the last interval's slope in tokens and message sizes, in proportion for
 matrices and heads, whose time is that of their weights or operations.
