@@ -13,7 +13,7 @@ from sluice.v1 import control_pb2, plan_pb2
 from sluice_core.records import EngineId, Role
 from sluice_operator.api import names
 from sluice_operator.api.fields_and_defaults.model_spec import ModelSpec
-from sluice_operator.api.fields_and_defaults.rollout_spec import RolloutGateSpec
+from sluice_operator.api.fields_and_defaults.rollout_gate_spec import RolloutGateSpec
 from sluice_operator.api.labels import GENERATION_ANNOTATION, TUNED_ANNOTATION
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.model_identity import REVISION_KEY_PREFIX, identify_model

@@ -27,7 +27,7 @@ from sluice_operator.autoscaling.stored_scale import StoredScale
 from sluice_operator.controller import plan_step
 from sluice_operator.controller.observation import ObservedRouters, ObservedState
 from sluice_operator.controller.rollout_step import SwitchOutcome, decide_rollout, switch_models
-from sluice_operator.planning.drain_timeout import DRAIN_MARGIN_S
+from sluice_operator.planning.expired_drains import DRAIN_MARGIN_S
 from sluice_operator.planning.gated_roll import START_MARGIN_S, RollMeasurement
 from sluice_operator.planning.model_switch import ModelSwitch, SplitStep
 from sluice_operator.planning.plan_store import StoredPlan

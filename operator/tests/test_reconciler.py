@@ -19,7 +19,7 @@ from sluice_operator.controller.cluster_state import DEFER_S
 from sluice_operator.controller.reconciler import DEGRADED_REQUEUE_S
 from sluice_operator.kubernetes.errors import BusyError, ForbiddenError
 from sluice_operator.kubernetes.kinds import CLUSTERS, PODS
-from sluice_operator.planning.drain_timeout import DRAIN_MARGIN_S
+from sluice_operator.planning.expired_drains import DRAIN_MARGIN_S
 from sluice_operator.planning.rollout_gate import GateDecision
 from sluice_operator.planning.scale_down import ScaleDecision
 from sluice_operator.planning.upgrades import SETTLE_S

@@ -8,7 +8,7 @@ from cluster_harness import COST, World
 from sluice.v1 import plan_pb2
 from sluice_operator.controller.cluster_state import DEFER_S
 from sluice_operator.kubernetes.kinds import DISRUPTION_BUDGETS
-from sluice_operator.planning.drain_timeout import DRAIN_MARGIN_S
+from sluice_operator.planning.expired_drains import DRAIN_MARGIN_S
 
 
 async def test_engines_are_drained_before_they_go() -> None:

@@ -9,7 +9,7 @@ import pytest
 from cluster_harness import KEY, World
 
 from sluice.v1 import control_pb2
-from sluice_operator.api.fields_and_defaults.rollout_spec import RolloutGateSpec
+from sluice_operator.api.fields_and_defaults.rollout_gate_spec import RolloutGateSpec
 from sluice_operator.api.labels import COMPONENT_LABEL, MODEL_LABEL
 from sluice_operator.kubernetes.kinds import PODS
 from sluice_operator.planning.rollout_gate import RollFacts, decide_gate

@@ -13,7 +13,7 @@ from sluice_operator.autotune.tuner import TunerInputs
 from sluice_operator.controller.rollout_step import SwitchOutcome, switch_models
 from sluice_operator.kubernetes.kinds import CONFIG_MAPS
 from sluice_operator.kubernetes.objects import uid_of
-from sluice_operator.planning.drain_timeout import drain_limit_s, find_drain_starts, find_expired
+from sluice_operator.planning.expired_drains import drain_limit_s, find_drain_starts, find_expired
 from sluice_operator.planning.node_drains import choose_leaving
 from sluice_operator.planning.plan import make_plan, resolve_revisions
 from sluice_operator.planning.plan_store import StoredPlan, read_plan, store_plan

@@ -30,7 +30,7 @@ from sluice_operator.kubernetes.errors import ForbiddenError
 from sluice_operator.kubernetes.kinds import CLUSTERS
 from sluice_operator.kubernetes.objects import uid_of
 from sluice_operator.kubernetes.own_writes import OwnWrites
-from sluice_operator.planning.drain_timeout import drain_limit_s
+from sluice_operator.planning.expired_drains import drain_limit_s
 from sluice_operator.planning.node_notices import NodeNotices
 from sluice_operator.planning.rollout_gate import GateDecision
 from sluice_operator.planning.upgrades import UPGRADE_ALLOWED, UpgradePlaces

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from sluice_core.records import EngineId
-    from sluice_operator.api.fields_and_defaults.rollout_spec import RolloutGateSpec
+    from sluice_operator.api.fields_and_defaults.rollout_gate_spec import RolloutGateSpec
     from sluice_operator.api.serving_cluster import ServingClusterSpec
     from sluice_operator.resources.rollout_state import RolloutState
 

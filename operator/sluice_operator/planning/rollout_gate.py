@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sluice_operator.api.field_types import percent
 
 if TYPE_CHECKING:
-    from sluice_operator.api.fields_and_defaults.rollout_spec import RolloutGateSpec
+    from sluice_operator.api.fields_and_defaults.rollout_gate_spec import RolloutGateSpec
     from sluice_operator.resources.rollout_state import RolloutState
     from sluice_operator.routers.engine_outcomes import Outcomes
 

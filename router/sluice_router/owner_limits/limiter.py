@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from sluice_core.records import OwnerLimits
 from sluice_router.errors import MIN_RETRY_S, OwnerLimitError
 from sluice_router.owner_limits.peers import Peer
-from sluice_router.owner_limits.usage import OwnerUsage
+from sluice_router.owner_limits.usage_window import OwnerUsage
 
 # Stands for each owner that has no limits of its own.
 OTHERS = "*"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sluice_router.owner_limits.usage import OwnerUsage
+from sluice_router.owner_limits.usage_window import OwnerUsage
 
 # A peer that is silent for so long is not heard of, in seconds.
 SILENCE_S = 3.0

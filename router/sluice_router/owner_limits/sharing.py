@@ -13,7 +13,7 @@ from typing import TypeVar
 from sluice.v1 import engine_pb2
 from sluice_router.owner_limits.limiter import LocalUsage, OwnerLimiter
 from sluice_router.owner_limits.peers import Peer
-from sluice_router.owner_limits.usage import NUM_BUCKETS, OwnerUsage
+from sluice_router.owner_limits.usage_window import NUM_BUCKETS, OwnerUsage
 
 Relay = TypeVar("Relay")
 

@@ -6,7 +6,7 @@ from sluice.v1 import sampling_pb2
 from sluice_core.slo import MET_NOTHING, RequestEnd, SloOutcome, check_slo, compute_tpot_s
 from sluice_router.errors import OverloadError, OwnerLimitError, RequestError, RouterError, TakenOverError
 from sluice_router.observability.metrics import RouterMetrics
-from sluice_router.owner_limits.usage import count_computed
+from sluice_router.owner_limits.usage_window import count_computed
 from sluice_router.scheduling import dispatch, planner_samples
 from sluice_router.scheduling.entities import LiveRequest
 from sluice_router.scheduling.moves import migration

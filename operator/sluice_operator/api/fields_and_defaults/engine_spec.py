@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from sluice_operator.api.field_types import OPTIONAL_RESOURCE_NAME, Label, ManifestModel, Quantity, Text
+from sluice_operator.api.fields_and_defaults.engine_timeouts_spec import EngineTimeouts
 from sluice_operator.api.fields_and_defaults.pod_fields import PodFields, Resources
 from sluice_operator.api.fields_and_defaults.slider_spec import MAX_BATCH_TOKENS
 
@@ -20,7 +21,7 @@ class Emulation(ManifestModel):
     """Model whose iterations are emulated."""
 
 
-class EngineSpec(PodFields):
+class EngineSpec(EngineTimeouts, PodFields):
     """One engine: a vLLM instance in a pod or a local process."""
 
     image: Text | None = None
@@ -38,12 +39,6 @@ class EngineSpec(PodFields):
     gpu_resource_name: Annotated[str, Field(pattern=OPTIONAL_RESOURCE_NAME, max_length=253)] | None = None
     """Extended resource of the GPUs that are added, such as amd.com/gpu; none are when empty, nor to emulated engines.
     The name that the operator was installed with when absent."""
-    startup_timeout_seconds: Annotated[int, Field(strict=True, ge=1, le=86_400)] = 1800
-    """Longest time from the start of an engine until it serves."""
-    drain_timeout_seconds: Annotated[int, Field(strict=True, ge=0, le=86_400)] = 300
-    """Longest time an engine may take to hand its work over before it stops."""
-    resume_timeout_seconds: Annotated[int, Field(strict=True, ge=0, le=3600)] = 30
-    """How long a stream that its client can resume goes on after its connection or its router was lost."""
     shared_memory: Quantity | None = None
     """Size of /dev/shm."""
     emulation: Emulation | None = None
