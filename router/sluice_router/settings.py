@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
+from pydantic import ConfigDict, Field, create_model, field_validator
 
 from sluice_core.latency import IterationProfile
 from sluice_core.latency.known_gpus import parse_gpus
@@ -24,6 +24,8 @@ from sluice_router.scheduling.moves.migration import GRANT_TIMEOUT_S, MAX_MOVES_
 from sluice_router.scheduling.planner_samples import NUM_SAMPLES
 from sluice_router.scheduling.resumption.claims import CLAIM_TIMEOUT_S
 from sluice_router.scheduling.wait_limits import WAIT_LIMIT_S
+from sluice_router.security.jwt_tokens import JwtSettings
+from sluice_router.security.tls import SecuritySettings
 
 # Limits that are options. Their numbers stand with the rules.
 LIMITS: tuple[Limit[Any], ...] = (
@@ -55,29 +57,7 @@ _LIMIT_FIELDS: dict[str, Any] = {
 _LimitValues = create_model("_LimitValues", __config__=ConfigDict(extra="forbid"), **_LIMIT_FIELDS)
 
 
-class JwtSettings(BaseModel):
-    """Whose JSON Web Tokens count."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    jwt_keys: str = Field(
-        default="",
-        pattern=r"^(|https://.+|file:///.+)$",
-        description="https or file URL of the issuer's key set (JWKS); no tokens count when empty",
-    )
-    jwt_issuer: str = Field(default="", description="issuer (iss) that tokens must name")
-    jwt_audience: str = Field(default="", description="audience (aud) that tokens must be for")
-    jwt_owner_claim: str = Field(default="sub", min_length=1, description="claim that names the owner")
-    jwt_leeway_s: float = Field(default=30.0, ge=0, le=300, description="most by which clocks may differ")
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> Self:
-        if self.jwt_keys and not (self.jwt_issuer and self.jwt_audience):
-            raise ValueError("--jwt-keys needs --jwt-issuer and --jwt-audience")
-        return self
-
-
-class RouterSettings(BaseModel):
+class RouterSettings(SecuritySettings):
     """Everything a router is started with."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -99,33 +79,7 @@ class RouterSettings(BaseModel):
         description="MODEL@GPU, such as qwen2.5-14b@a100-80g: how fast engines are until they have measured it",
     )
     grace_s: float = Field(default=30.0, ge=0, description="longest time that streams may take to finish at shutdown")
-    api_keys: str = Field(
-        default="", description="folder with a file of API keys per owner; everybody is served when empty"
-    )
-    allowed_origins: str = Field(
-        default="",
-        description="origins of web pages that may call from a browser, with commas between them; * for all",
-    )
-    front_tls: str = Field(
-        default="", description="folder with tls.crt and tls.key of the clients' ports; not encrypted when empty"
-    )
-    peer_tls: str = Field(
-        default="",
-        description="folder with tls.crt, tls.key and ca.crt for engines and the control port; "
-        "not encrypted when empty",
-    )
-    engine_name: str = Field(default="", description="DNS name that engines' certificates must be for, with --peer-tls")
-    control_name: str = Field(
-        default="", description="DNS name that certificates of the control port's clients must be for, with --peer-tls"
-    )
     limits: Limits = Limits()
-    jwt: JwtSettings = JwtSettings()
-
-    @model_validator(mode="after")
-    def _name_peers(self) -> Self:
-        if self.peer_tls and not (self.engine_name and self.control_name):
-            raise ValueError("--peer-tls needs --engine-name and --control-name")
-        return self
 
     @field_validator("latency_profile")
     @classmethod

@@ -24,8 +24,7 @@ from sluice.v1 import router_pb2, router_pb2_grpc
 from sluice_router.errors import KeysUnavailableError, UnauthenticatedError
 from sluice_router.observability.metrics import MAX_OWNERS, RouterMetrics
 from sluice_router.security import jwt_tokens
-from sluice_router.security.jwt_tokens import JwtVerifier
-from sluice_router.settings import JwtSettings
+from sluice_router.security.jwt_tokens import JwtSettings, JwtVerifier
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

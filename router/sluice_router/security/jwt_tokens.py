@@ -14,20 +14,21 @@ import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import aiohttp
 import jwt
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sluice_router.errors import MIN_RETRY_S, KeysUnavailableError, UnauthenticatedError
-from sluice_router.settings import JwtSettings
 
 logger = logging.getLogger(__name__)
 
 ALGORITHMS = frozenset({f"{kind}{bits}" for kind in ("RS", "ES", "PS") for bits in (256, 384, 512)} | {"EdDSA"})
 # What limits and metrics take as an owner.
 OWNER = re.compile(r"[!-~]{1,253}")
+LEEWAY_S = 30.0  # most by which the issuer's clock and this one may differ
 # Issuers announce new keys some time before they sign with them.
 REFRESH_S = 300.0
 # Shortest time between two readings, whoever sends tokens with unknown keys.
@@ -36,6 +37,28 @@ FETCH_TIMEOUT_S = 10.0
 MAX_KEY_SET_BYTES = 1 << 20
 # Tokens that were found right are not checked again while they are in use.
 MAX_CHECKED = 4096
+
+
+class JwtSettings(BaseModel):
+    """Whose JSON Web Tokens count."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    jwt_keys: str = Field(
+        default="",
+        pattern=r"^(|https://.+|file:///.+)$",
+        description="https or file URL of the issuer's key set (JWKS); no tokens count when empty",
+    )
+    jwt_issuer: str = Field(default="", description="issuer (iss) that tokens must name")
+    jwt_audience: str = Field(default="", description="audience (aud) that tokens must be for")
+    jwt_owner_claim: str = Field(default="sub", min_length=1, description="claim that names the owner")
+    jwt_leeway_s: float = Field(default=LEEWAY_S, ge=0, le=300, description="most by which clocks may differ")
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.jwt_keys and not (self.jwt_issuer and self.jwt_audience):
+            raise ValueError("--jwt-keys needs --jwt-issuer and --jwt-audience")
+        return self
 
 
 class JwtVerifier:

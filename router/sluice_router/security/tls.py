@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 import grpc
 from prometheus_client.core import GaugeMetricFamily, Metric
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sluice.certificate_rotation import CertificateFolder, keep_fresh
 from sluice.certificates import make_client_context
@@ -15,8 +17,40 @@ from sluice.grpc_credentials import PeerCheck, make_server_credentials
 from sluice_router.engines.engine_stream import ALPN, PeerTls
 from sluice_router.security.access_control import ClientAccess, TokensOrKeys
 from sluice_router.security.api_keys import ApiKeys
-from sluice_router.security.jwt_tokens import JwtVerifier
-from sluice_router.settings import RouterSettings
+from sluice_router.security.jwt_tokens import JwtSettings, JwtVerifier
+
+
+class SecuritySettings(BaseModel):
+    """Who may use a router, and how it speaks with clients, engines and the control plane."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    api_keys: str = Field(
+        default="", description="folder with a file of API keys per owner; everybody is served when empty"
+    )
+    allowed_origins: str = Field(
+        default="",
+        description="origins of web pages that may call from a browser, with commas between them; * for all",
+    )
+    front_tls: str = Field(
+        default="", description="folder with tls.crt and tls.key of the clients' ports; not encrypted when empty"
+    )
+    peer_tls: str = Field(
+        default="",
+        description="folder with tls.crt, tls.key and ca.crt for engines and the control port; "
+        "not encrypted when empty",
+    )
+    engine_name: str = Field(default="", description="DNS name that engines' certificates must be for, with --peer-tls")
+    control_name: str = Field(
+        default="", description="DNS name that certificates of the control port's clients must be for, with --peer-tls"
+    )
+    jwt: JwtSettings = JwtSettings()
+
+    @model_validator(mode="after")
+    def _name_peers(self) -> Self:
+        if self.peer_tls and not (self.engine_name and self.control_name):
+            raise ValueError("--peer-tls needs --engine-name and --control-name")
+        return self
 
 
 class PeerSecurity:
@@ -72,7 +106,7 @@ class RouterSecurity:
         CertificateError: A certificate cannot be used.
     """
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: SecuritySettings) -> None:
         self._api_keys = ApiKeys(Path(settings.api_keys)) if settings.api_keys else None
         self.tokens = JwtVerifier(settings.jwt) if settings.jwt.jwt_keys else None
         self.client_access = ClientAccess(
