@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 from data_plane_harness import CheckingResponseStream, Harness, make_request
@@ -17,7 +18,9 @@ from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_core.records import EngineId
 from sluice_router.errors import DeadlineError, NoEngineError, ShuttingDownError, UnknownStreamError
 from sluice_router.scheduling.entities import MigrationPhase
-from sluice_router.scheduling.requests import FoundRequest
+
+if TYPE_CHECKING:
+    from sluice_router.scheduling.requests import FoundRequest
 
 HANDED_OFF = sampling_pb2.FINISH_REASON_HANDED_OFF
 
@@ -338,9 +341,7 @@ def test_logprobs_of_a_former_part_count_for_the_tokens_that_are_in_the_answer(f
     results = claim(harness)
     # One more than it has tokens.
     logprobs = [engine_pb2.TokenLogprobs(logprob=-1.0) for _ in range(len(former) + 1)]
-    answer_claim(
-        harness, "p0", fence=1, tokens=former, logprobs=logprobs, ended=engine_pb2.Finished(reason=HANDED_OFF)
-    )
+    answer_claim(harness, "p0", fence=1, tokens=former, logprobs=logprobs, ended=engine_pb2.Finished(reason=HANDED_OFF))
     answer_claim(harness, "d0", fence=2, tokens=last)
     [found] = results
     assert found.output_token_ids == array("I", last)
