@@ -92,6 +92,33 @@ def test_a_draining_engines_prompts_and_moves_under_way_are_not_proposed():
     harness.assert_idle()
 
 
+def test_a_decode_behind_a_slot_that_is_free_leaves_a_draining_engine():
+    harness = Harness(TWO)
+    start_on(harness, "d0", 1)
+    request_id, stream = start_on(harness, "d0")
+    harness.step("d0")
+    harness.deliver()
+    assert harness.engines["d0"].slots[0] is None
+    harness.router.apply_plan(make_plan({"d0": "D-drain", "d1": "D"}, generation=2))
+    harness.router.tick()
+    assert [event["cause"] for event in list_events(harness, request_id, "proposed")] == ["drain"]
+    check_end(harness, stream)
+
+
+def test_a_move_that_failed_is_followed_at_once_by_one_off_the_draining_engine():
+    harness = Harness(TWO)
+    request_id, stream = start_move(harness)
+    grant_id = harness.state.requests.live[request_id].migration.grant_id
+    harness.router.apply_plan(make_plan({"d0": "D-drain", "d1": "D"}, generation=2))
+    harness.router.tick()
+    harness.down["d1"].clear()
+    say(harness, "d1", grants=[engine_pb2.Grant(grant_id=grant_id, reason="kv")])
+    harness.clock.advance(0.05)
+    harness.router.tick()
+    assert [event["cause"] for event in list_events(harness, request_id, "proposed")] == ["manual", "drain"]
+    check_end(harness, stream)
+
+
 def test_why_a_request_left_the_last_engine_that_could_read_its_kv_is_told():
     harness = Harness(plan=False)
     for name in TWO:
