@@ -119,6 +119,21 @@ def test_a_move_that_failed_is_followed_at_once_by_one_off_the_draining_engine()
     check_end(harness, stream)
 
 
+@pytest.mark.parametrize("pause_s", [0.1875, 0.25])
+def test_a_draining_engines_decode_is_proposed_again_after_the_pause(pause_s):
+    harness = Harness(TWO, limits=SchedulingLimits(drain_retry_s=0.25))
+    harness.cores["d1"].refuse_grants = "kv"
+    request_id, _ = start_on(harness, "d0")
+    harness.step("d0")
+    harness.deliver()
+    harness.router.apply_plan(make_plan({"d0": "D-drain", "d1": "D"}, generation=2))
+    harness.router.tick()
+    harness.deliver()
+    harness.clock.advance(pause_s)
+    harness.router.tick()
+    assert len(list_events(harness, request_id, "proposed")) == (1 if pause_s < 0.25 else 2)
+
+
 def test_why_a_request_left_the_last_engine_that_could_read_its_kv_is_told():
     harness = Harness(plan=False)
     for name in TWO:
