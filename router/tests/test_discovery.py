@@ -37,6 +37,19 @@ async def test_broken_file_leaves_what_was_known(tmp_path, text):
     assert await discovery.find() == {"127.0.0.1:1"}
 
 
+async def test_file_that_has_not_changed_is_not_read_again(tmp_path):
+    path = tmp_path / "engines.json"
+    path.write_text('["127.0.0.1:1"]')
+    discovery = FileDiscovery(path)
+    assert await discovery.find() == {"127.0.0.1:1"}
+    stamp = path.stat().st_mtime_ns
+    path.write_text('["127.0.0.1:2"]')
+    os.utime(path, ns=(stamp, stamp))
+    assert await discovery.find() == {"127.0.0.1:1"}
+    os.utime(path, ns=(stamp, stamp + 1))
+    assert await discovery.find() == {"127.0.0.1:2"}
+
+
 async def test_name_is_resolved():
     assert "127.0.0.1:50051" in (await DnsDiscovery("localhost", 50051).find() or ())
 
@@ -47,9 +60,10 @@ async def test_name_is_resolved():
         ([("10.0.0.1", 0), ("10.0.0.2", 0), ("10.0.0.1", 0)], {"10.0.0.1:50051", "10.0.0.2:50051"}),
         ([("fd00::1", 0, 0, 0)], {"[fd00::1]:50051"}),
         (socket.gaierror(socket.EAI_NONAME, "no such name"), frozenset()),
+        (socket.gaierror(socket.EAI_NODATA, "no addresses"), frozenset()),
         (socket.gaierror(socket.EAI_AGAIN, "the name server is away"), None),
     ],
-    ids=["several", "IPv6", "a Service without pods", "nobody knows"],
+    ids=["several", "IPv6", "a Service without pods", "a name without addresses", "nobody knows"],
 )
 async def test_answers_of_the_name_server(monkeypatch, answer, addresses):
     class Loop:
@@ -95,3 +109,22 @@ async def test_watch_tells_changes_only():
     with pytest.raises(asyncio.CancelledError):
         await watch(Scripted(), told.append)
     assert told == [{"a:1"}, frozenset()]
+
+
+async def test_watch_pauses_between_two_looks():
+    class Counting:
+        interval_s = 30.0
+        num_looks = 0
+
+        async def find(self):
+            self.num_looks += 1
+            if self.num_looks > 2:
+                raise asyncio.CancelledError
+
+    discovery = Counting()
+    watching = asyncio.ensure_future(watch(discovery, lambda _: None))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert discovery.num_looks == 1
+    watching.cancel()
+    await asyncio.wait([watching])

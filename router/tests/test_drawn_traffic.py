@@ -233,8 +233,10 @@ class Run:
         number: Tells its runs apart.
     """
 
+    scenarios = SCENARIOS
+
     def __init__(self, name: str, number: int) -> None:
-        self.scenario = SCENARIOS[name]
+        self.scenario = self.scenarios[name]
         self.rng = random.Random(f"{name} {number}")
         self.told: list[str] = []
         self.steps: list[list[str]] = []
@@ -306,11 +308,16 @@ class Run:
                 deadline_s=now + 0.5 if rng.random() < 0.1 else None,
                 client_request_id=rng.choice(("", f"mine-{self.num_requests}")),
                 owner=rng.choice(("alice", "bob", "")) if "owner_limits" in self.scenario.changes else "",
+                **self.draw_more(name),
             )
             stream = TellingStream(list(request.prompt_token_ids), name, self.told)
             stream.stop_at = rng.choice((None, None, None, 1, 9))
             self.harness.response_streams[request.request_id] = stream
             self.attempt(lambda request=request, stream=stream: self.harness.router.admit(request, stream))
+
+    def draw_more(self, _: str) -> dict[str, Any]:
+        """Draws more of what a request asks for."""
+        return {}
 
     def step(self) -> None:
         for _ in range(self.rng.choice((1, 1, 3))):
@@ -405,7 +412,7 @@ class Run:
         self.attempt(self.apply_plan)
 
     def apply_plan(self) -> None:
-        roles = {name: name[0].upper() + self.rng.choice(("", "", "", "-drain")) for name in NAMES}
+        roles = self.draw_roles()
         if self.generation == 1:
             roles = {name: name[0].upper() for name in NAMES}
         parameters = self.scenario.parameters
@@ -417,6 +424,9 @@ class Run:
             row = STRATEGIES[self.scenario.strategy]
         fields = {"strategy": row.name, "strategy_parameters": parameters, **self.scenario.changes}
         self.harness.router.apply_plan(make_plan(roles, generation=self.generation, **fields))
+
+    def draw_roles(self) -> dict[str, str]:
+        return {name: name[0].upper() + self.rng.choice(("", "", "", "-drain")) for name in NAMES}
 
     def wait(self) -> None:
         self.harness.clock.advance(self.rng.choice((0.05, 0.31, 0.6, 1.1, 2.2)))
