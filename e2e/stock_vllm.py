@@ -14,14 +14,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Set before vLLM is imported: no usage statistics, no downloads, no Sluice plugin, and one thread like Sluice's
-# engines.
+# Set before vLLM is imported: no usage statistics, no downloads, no Sluice plugin, and one thread and nothing compiled
+# like Sluice's engines.
 os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_PLUGINS="",
     OMP_NUM_THREADS="1",
+    TORCH_COMPILE_DISABLE="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
 )
 

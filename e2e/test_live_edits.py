@@ -206,6 +206,7 @@ async def switch(cluster: Cluster, strategy: Strategy) -> dict[str, Any]:
     return await loop.run_in_executor(None, cluster.wait, f"{strategy.title} is in force", is_reached, IN_FORCE_S)
 
 
+@pytest.mark.needs_all_cores
 async def test_routers_learn_the_latency_model_that_a_search_uses(
     cluster: Cluster, known: list[tuple[Request, Answer]]
 ) -> None:

@@ -33,6 +33,9 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
 )
 URL = "http://127.0.0.1:8000"
+# Of the clusters that documents start; their own manifests name ports below 20000.
+PORTS = "28000-28999"
+ENVIRONMENT = {**os.environ, "URL": URL, "SLUICE_PORT_RANGE": PORTS}
 FENCE = re.compile(r"^```sh (ci\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -61,7 +64,11 @@ def made_up() -> Iterator[None]:
     """Runs what the README starts in the background, until the URL that it names answers."""
     (background,) = (block for block in BLOCKS if block.kind == "ci-background")
     process = subprocess.Popen(
-        ["bash", "-ec", background.commands], cwd=ROOT, start_new_session=True, stdin=subprocess.DEVNULL
+        ["bash", "-ec", background.commands],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
     )
     try:
         deadline = time.monotonic() + 240
@@ -98,7 +105,7 @@ def test_a_shown_command_works(block: Block) -> None:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.commands],
         cwd=ROOT,
-        env={**os.environ, "URL": URL},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,
