@@ -44,8 +44,7 @@ CHECK_LIMIT_S = 900.0
 UNIT_TESTS_LIMIT_S = 1200.0
 ENGINE_TESTS_LIMIT_S = 2400.0
 DOCKERFILES = ("operator/Dockerfile", "router/Dockerfile", "engine_image/Dockerfile", "e2e/kube/bases/Dockerfile")
-# Core and router are compiled in the wheel, as images install it. Their tests run on it, and so do tests that simulate or
-# start clusters.
+# Core and router are compiled in the wheel, as images install it. Their tests run on it, and so do those of clusters.
 COMPILED = ROOT / "build" / "compiled"
 # These replace parts of what is compiled, or look into it, which only Python's own objects allow.
 PATCHING_TESTS = tuple(
