@@ -30,7 +30,7 @@ PACKAGES = (
     "cli/sluice_cli",
 )
 # Unit tests start no engine. They run on all cores, since each test has its own ports and folders.
-UNIT_TESTS = (".ci/tests", "protos/tests", "operator/tests", "cli/tests", "benchmarks/tests")
+UNIT_TESTS = (".ci/tests", "protos/tests")
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
 # These start engines by the file, on two cores; each worker has ports of its own.
 ENGINE_TESTS = ("--numprocesses=2", "--dist=loadfile", "engine_image/tests")
@@ -44,7 +44,7 @@ CHECK_LIMIT_S = 900.0
 UNIT_TESTS_LIMIT_S = 1200.0
 ENGINE_TESTS_LIMIT_S = 2400.0
 DOCKERFILES = ("operator/Dockerfile", "router/Dockerfile", "engine_image/Dockerfile", "e2e/kube/bases/Dockerfile")
-# Core and router are compiled in the wheel, as images install it. Their tests run on it, and so do those of clusters.
+# Core and router are compiled in the wheel, as images install it. Tests of them and of what uses them run on it.
 COMPILED = ROOT / "build" / "compiled"
 # These replace parts of what is compiled, or look into it, which only Python's own objects allow.
 PATCHING_TESTS = tuple(
@@ -52,7 +52,12 @@ PATCHING_TESTS = tuple(
 )
 # Some tests of these derive from what is compiled, and are skipped on the wheel.
 DERIVING_TESTS = tuple(f"core/tests/test_{name}.py" for name in ("decode_counts", "ecoserve", "prefill_queue"))
-COMPILED_TESTS = ("core/tests", "router/tests", *(f"--ignore={path}" for path in PATCHING_TESTS))
+COMPILED_TESTS = (
+    ("operator/tests",),
+    ("cli/tests",),
+    ("benchmarks/tests",),
+    ("core/tests", "router/tests", *(f"--ignore={path}" for path in PATCHING_TESTS)),
+)
 IS_COMPILED = """
 import sys
 import sluice_core.scheduling.engine_table as core
@@ -154,7 +159,8 @@ def main() -> None:
     else:
         for folder in UNIT_TESTS:
             counts.add(run_tests([*ON_ALL_CORES, folder], limit_s=UNIT_TESTS_LIMIT_S))
-        counts.add(run_tests([*ON_ALL_CORES, *COMPILED_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
+        for tests in COMPILED_TESTS:
+            counts.add(run_tests([*ON_ALL_CORES, *tests], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
         counts.add(run_tests([*ON_ALL_CORES, *PATCHING_TESTS, *DERIVING_TESTS], limit_s=UNIT_TESTS_LIMIT_S))
         counts.add(run_tests([*ENGINE_TESTS], limit_s=ENGINE_TESTS_LIMIT_S))
         counts.add(run_cluster_tests())

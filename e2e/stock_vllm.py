@@ -55,8 +55,8 @@ def main(model: str, requests_path: Path, answers_path: Path) -> None:
         dtype="float32",
         block_size=32,
         max_model_len=4096,
-        max_num_batched_tokens=8192,
-        max_num_seqs=8,  # eight of the longest prompts fit one iteration, so no prompt is cut into chunks
+        max_num_batched_tokens=40960,
+        max_num_seqs=32,  # so many of the prompts that tests ask fit one iteration, so none is cut into chunks
         enforce_eager=True,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=256 << 20,
