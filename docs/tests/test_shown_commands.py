@@ -36,7 +36,7 @@ URL = "http://127.0.0.1:8000"
 # Of the clusters that documents start; their own manifests name ports below 20000.
 PORTS = "28000-28999"
 ENVIRONMENT = {**os.environ, "URL": URL, "SLUICE_PORT_RANGE": PORTS}
-# CI runs these tests on the wheel. What the README starts runs as in a reader's checkout, and so do a developer's commands.
+# CI runs these tests on the wheel. What the README starts, and what developers type, runs as in a checkout.
 CHECKOUT_ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
 FENCE = re.compile(r"^```sh (ci\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
