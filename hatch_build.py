@@ -26,13 +26,13 @@ INTERPRETED = (
     "sluice_router.scheduling.status.gauges",
     "sluice_router.text.chat_template",
 )
-# One C file per module: compiling all in one takes twice as long, and runs no faster. The files, which setuptools compiles
-# one after the other, are compiled on all cores, and awaited before they are linked.
+# One C file per module: compiling all in one takes twice as long, and runs no faster. All cores compile; setuptools by
+# itself would compile one file after the other. What they made is awaited before it is linked.
 SETUP = """
 import os
 from concurrent.futures import ThreadPoolExecutor
 from setuptools import setup
-from setuptools._distutils.unixccompiler import UnixCCompiler
+from distutils.unixccompiler import UnixCCompiler  # setuptools' own, under its former name
 from mypyc.build import mypycify
 threads, running = ThreadPoolExecutor(os.cpu_count()), []
 compile_file, link = UnixCCompiler._compile, UnixCCompiler.link
