@@ -29,8 +29,12 @@ PACKAGES = (
     "operator/sluice_operator",
     "cli/sluice_cli",
 )
+# These search in the simulator: they run on the wheel, in a fraction of the time.
+SEARCHING_TESTS = tuple(
+    f"operator/tests/test_{name}.py" for name in ("autotune_decision", "autotune_search", "capacity_search")
+)
 # Unit tests start no engine. They run on all cores, since each test has its own ports and folders.
-UNIT_TESTS = (".ci/tests", "protos/tests")
+UNIT_TESTS = ((".ci/tests",), ("protos/tests",), ("operator/tests", *(f"--ignore={path}" for path in SEARCHING_TESTS)))
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
 # These start engines by the file, on two cores; each worker has ports of its own.
 ENGINE_TESTS = ("--numprocesses=2", "--dist=loadfile", "engine_image/tests")
@@ -53,10 +57,9 @@ PATCHING_TESTS = tuple(
 # Some tests of these derive from what is compiled, and are skipped on the wheel.
 DERIVING_TESTS = tuple(f"core/tests/test_{name}.py" for name in ("decode_counts", "ecoserve", "prefill_queue"))
 COMPILED_TESTS = (
-    ("operator/tests",),
     ("cli/tests",),
     ("benchmarks/tests",),
-    ("core/tests", "router/tests", *(f"--ignore={path}" for path in PATCHING_TESTS)),
+    ("core/tests", "router/tests", *(f"--ignore={path}" for path in PATCHING_TESTS), *SEARCHING_TESTS),
 )
 IS_COMPILED = """
 import sys
@@ -157,8 +160,8 @@ def main() -> None:
     if sys.argv[1:]:
         counts.add(run_tests(sys.argv[1:], limit_s=ENGINE_TESTS_LIMIT_S))
     else:
-        for folder in UNIT_TESTS:
-            counts.add(run_tests([*ON_ALL_CORES, folder], limit_s=UNIT_TESTS_LIMIT_S))
+        for tests in UNIT_TESTS:
+            counts.add(run_tests([*ON_ALL_CORES, *tests], limit_s=UNIT_TESTS_LIMIT_S))
         for tests in COMPILED_TESTS:
             counts.add(run_tests([*ON_ALL_CORES, *tests], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
         counts.add(run_tests([*ON_ALL_CORES, *PATCHING_TESTS, *DERIVING_TESTS], limit_s=UNIT_TESTS_LIMIT_S))
