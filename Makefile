@@ -127,9 +127,11 @@ bench-paper: $(STAMPS)/dev $(COMPILED)
 	@for paper in $(PAPERS); do \
 		PYTHONPATH=build/compiled $(BIN)/python -m benchmarks.papers.run $$paper --document docs/measurements/papers.md $(ARGS); done
 
+# The one on prefixes has a placement of its own, which cannot extend a compiled one.
 bench: install model $(COMPILED)
 	@for program in $(filter-out benchmarks/papers/run.py,$(wildcard benchmarks/*/run.py)); do \
-		echo "== $$program" && PYTHONPATH=build/compiled:. $(BIN)/python $$program $(ARGS); done
+		case $$program in benchmarks/prefixes/*) path=.;; *) path=build/compiled:.;; esac; \
+		echo "== $$program" && PYTHONPATH=$$path $(BIN)/python $$program $(ARGS); done
 
 mutation: $(STAMPS)/dev
 	@exec $(BIN)/python -m benchmarks.mutation.mutate $(ARGS)

@@ -15,8 +15,9 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
-from steps import Counts, end_steps_with_this_process, run_limited, run_pytest
+from steps import Counts, end_steps_with_this_process, run_limited, run_pytest, run_side_by_side
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -28,19 +29,26 @@ PACKAGES = (
     "operator/sluice_operator",
     "cli/sluice_cli",
 )
+# These search in the simulator: they run on the wheel, in a fraction of the time.
+SEARCHING_TESTS = tuple(
+    f"operator/tests/test_{name}.py" for name in ("autotune_decision", "autotune_search", "capacity_search")
+)
 # Unit tests start no engine. They run on all cores, since each test has its own ports and folders.
-UNIT_TESTS = (".ci/tests", "protos/tests", "operator/tests", "cli/tests", "benchmarks/tests")
+UNIT_TESTS = ((".ci/tests",), ("protos/tests",), ("operator/tests", *(f"--ignore={path}" for path in SEARCHING_TESTS)))
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
 # These start engines by the file, on two cores; each worker has ports of its own.
 ENGINE_TESTS = ("--numprocesses=2", "--dist=loadfile", "engine_image/tests")
-# These start clusters, whose searches and objectives need every core, so they run one at a time.
-CLUSTER_TESTS = ("e2e", "docs/tests")
+# These start clusters, each on ports of its own. Two run at a time, since a cluster often waits. Tests whose searches
+# have a limit of time run alone, since they need every core.
+SHARED_CLUSTER_TESTS = ("e2e", "--clusters=shared", "-m", "not needs_all_cores")
+OWN_CLUSTER_TESTS = ("e2e", "docs/tests", "--clusters=own", "-m", "not needs_all_cores")
+LONE_CLUSTER_TESTS = ("e2e", "-m", "needs_all_cores")
 # Limits of steps, several times what they take on two quiet cores.
 CHECK_LIMIT_S = 900.0
 UNIT_TESTS_LIMIT_S = 1200.0
 ENGINE_TESTS_LIMIT_S = 2400.0
 DOCKERFILES = ("operator/Dockerfile", "router/Dockerfile", "engine_image/Dockerfile", "e2e/kube/bases/Dockerfile")
-# Core and router are compiled in the wheel, as images install it, so their tests run on it.
+# Core and router are compiled in the wheel, as images install it. Tests of them and of what uses them run on it.
 COMPILED = ROOT / "build" / "compiled"
 # These replace parts of what is compiled, or look into it, which only Python's own objects allow.
 PATCHING_TESTS = tuple(
@@ -49,7 +57,11 @@ PATCHING_TESTS = tuple(
 )
 # Some tests of these derive from what is compiled, and are skipped on the wheel.
 DERIVING_TESTS = tuple(f"core/tests/test_{name}.py" for name in ("decode_counts", "ecoserve", "prefill_queue"))
-COMPILED_TESTS = ("core/tests", "router/tests", *(f"--ignore={path}" for path in PATCHING_TESTS))
+COMPILED_TESTS = (
+    ("cli/tests",),
+    ("benchmarks/tests",),
+    ("core/tests", "router/tests", *(f"--ignore={path}" for path in PATCHING_TESTS), *SEARCHING_TESTS),
+)
 IS_COMPILED = """
 import sys
 import sluice_core.scheduling.engine_table as core
@@ -113,10 +125,28 @@ def run_check(name: str, folder: str, command: tuple[str, ...]) -> bool:
     return status == 0
 
 
-def run_tests(arguments: list[str], *, limit_s: float, on_wheel: bool = False) -> Counts:
+def run_tests(
+    arguments: list[str], *, limit_s: float, on_wheel: bool = False, output: IO[bytes] | None = None
+) -> Counts:
     """Runs tests, of the checkout or of the wheel."""
     environment = {"PYTHONPATH": str(COMPILED)} if on_wheel else None
-    return run_pytest(["--durations=10", *arguments], limit_s=limit_s, folder=ROOT, environment=environment)
+    return run_pytest(
+        ["--durations=10", *arguments], limit_s=limit_s, folder=ROOT, environment=environment, output=output
+    )
+
+
+def run_cluster_tests() -> Counts:
+    """Runs the tests on the shared cluster beside those that start their own, then those that need every core."""
+
+    def run(arguments: tuple[str, ...], output: IO[bytes] | None = None) -> Counts:
+        return run_tests([*arguments], limit_s=ENGINE_TESTS_LIMIT_S, on_wheel=True, output=output)
+
+    counts = run_side_by_side(
+        lambda: run(SHARED_CLUSTER_TESTS),
+        lambda output: run(OWN_CLUSTER_TESTS, output),
+    )
+    counts.add(run(LONE_CLUSTER_TESTS))
+    return counts
 
 
 def main() -> None:
@@ -131,13 +161,13 @@ def main() -> None:
     if sys.argv[1:]:
         counts.add(run_tests(sys.argv[1:], limit_s=ENGINE_TESTS_LIMIT_S))
     else:
-        for folder in UNIT_TESTS:
-            counts.add(run_tests([*ON_ALL_CORES, folder], limit_s=UNIT_TESTS_LIMIT_S))
-        counts.add(run_tests([*ON_ALL_CORES, *COMPILED_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
+        for tests in UNIT_TESTS:
+            counts.add(run_tests([*ON_ALL_CORES, *tests], limit_s=UNIT_TESTS_LIMIT_S))
+        for tests in COMPILED_TESTS:
+            counts.add(run_tests([*ON_ALL_CORES, *tests], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
         counts.add(run_tests([*ON_ALL_CORES, *PATCHING_TESTS, *DERIVING_TESTS], limit_s=UNIT_TESTS_LIMIT_S))
         counts.add(run_tests([*ENGINE_TESTS], limit_s=ENGINE_TESTS_LIMIT_S))
-        for folder in CLUSTER_TESTS:
-            counts.add(run_tests([folder], limit_s=ENGINE_TESTS_LIMIT_S))
+        counts.add(run_cluster_tests())
     print(*(f"skipped  {skip}" for skip in counts.skips), sep="\n")
     print(counts)
     sys.exit(1 if counts.failed else 0)

@@ -22,6 +22,21 @@ NUM_REQUESTS = 220
 PORTS = "27000-27999"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option by which CI runs two halves side by side."""
+    help_ = "only tests on the shared cluster, or only those that do not use it"
+    parser.addoption("--clusters", choices=("shared", "own"), help=help_)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the tests of the other half."""
+    if (half := config.getoption("--clusters")) is None:
+        return
+    chosen = [item for item in items if ("shared_cluster" in getattr(item, "fixturenames", ())) == (half == "shared")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
+
+
 @pytest.fixture(scope="session")
 def models() -> Path:
     """Folder with the tiny model, made once per checkout."""
@@ -31,17 +46,17 @@ def models() -> Path:
 
 
 @pytest.fixture(scope="session")
-def known(models: Path) -> list[tuple[workload.Request, workload.Answer]]:
-    """Requests with the answers of stock vLLM."""
-    requests = workload.make_requests(NUM_REQUESTS)
+def known_long(models: Path) -> list[tuple[workload.Request, workload.Answer]]:
+    """Requests with the answers of stock vLLM: while a move copies, its request decodes on for dozens of iterations."""
+    requests = workload.make_requests(NUM_REQUESTS, tokens_per_hop=96)
     return list(zip(requests, workload.answers(models / "tiny", requests, ROOT / ".sluice" / "e2e"), strict=True))
 
 
 @pytest.fixture(scope="session")
-def known_long(models: Path) -> list[tuple[workload.Request, workload.Answer]]:
-    """The same with longer answers: while a move copies, its request decodes on for dozens of iterations."""
-    requests = workload.make_requests(NUM_REQUESTS, tokens_per_hop=96)
-    return list(zip(requests, workload.answers(models / "tiny", requests, ROOT / ".sluice" / "e2e"), strict=True))
+def known(known_long: list[tuple[workload.Request, workload.Answer]]) -> list[tuple[workload.Request, workload.Answer]]:
+    """The same with shorter answers, which are the beginnings of the longer ones."""
+    requests = workload.make_requests(NUM_REQUESTS)
+    return [(short, answer.cut(short)) for short, (_, answer) in zip(requests, known_long, strict=True)]
 
 
 @pytest.fixture(scope="session")

@@ -14,14 +14,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Set before vLLM is imported: no usage statistics, no downloads, no Sluice plugin, and one thread like Sluice's
-# engines.
+# Set before vLLM is imported: no usage statistics, no downloads, no Sluice plugin, and one thread and nothing compiled
+# like Sluice's engines.
 os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_PLUGINS="",
     OMP_NUM_THREADS="1",
+    TORCH_COMPILE_DISABLE="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
 )
 
@@ -54,8 +55,8 @@ def main(model: str, requests_path: Path, answers_path: Path) -> None:
         dtype="float32",
         block_size=32,
         max_model_len=4096,
-        max_num_batched_tokens=8192,
-        max_num_seqs=8,  # eight of the longest prompts fit one iteration, so no prompt is cut into chunks
+        max_num_batched_tokens=40960,
+        max_num_seqs=32,  # so many of the prompts that tests ask fit one iteration, so none is cut into chunks
         enforce_eager=True,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=256 << 20,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from cluster import Cluster
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.needs_all_cores]
 
 PORTS = "26711-26899"
 HTTP_PORT = 26710

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cluster import Cluster
 
 PORTS = "26000-26099"
+HTTP_PORT = 26100
 KEY, NEXT_KEY = "sk-canary-first-1843", "sk-canary-second-2950"
 PEERS = ("secured-engines.default.svc", "secured-router-control.default.svc")
 END = "-----END CERTIFICATE-----"
@@ -58,7 +59,7 @@ def secured(example: dict[str, Any], secrets: Path, start_cluster: Callable[...,
     spec["replicas"] = 2
     spec["router"] |= {
         "replicas": 1,
-        "service": {"port": 26050},
+        "service": {"port": HTTP_PORT},
         "auth": {"mode": "APIKey", "apiKey": {"secretName": "keys"}},
         "tls": {"mode": "SecretRef", "secretName": "front"},
     }

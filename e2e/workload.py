@@ -12,7 +12,7 @@ import json
 import random
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,11 @@ class Answer:
     token_ids: list[int]
     finish_reason: str
     logprobs: list[float] | None
+
+    def cut(self, request: Request) -> Answer:
+        """Return the answer to a request that asks the same for fewer tokens."""
+        length = request.sampling["max_tokens"]
+        return replace(self, token_ids=self.token_ids[:length], logprobs=self.logprobs and self.logprobs[:length])
 
 
 def make_requests(count: int, *, tokens_per_hop: int = 32, seed: int = 5) -> list[Request]:

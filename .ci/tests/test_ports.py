@@ -4,7 +4,8 @@ import ast
 import itertools
 from pathlib import Path
 
-E2E = Path(__file__).parents[2] / "e2e"
+ROOT = Path(__file__).parents[2]
+MODULES = (*(ROOT / "e2e").glob("*.py"), ROOT / "docs" / "tests" / "test_shown_commands.py")
 
 
 def find_ports(module: Path) -> set[int]:
@@ -23,7 +24,7 @@ def find_ports(module: Path) -> set[int]:
 
 
 def test_modules_with_clusters_have_ports_of_their_own() -> None:
-    found = {module.name: find_ports(module) for module in E2E.glob("*.py")}
+    found = {module.name: find_ports(module) for module in MODULES}
     found = {name: ports for name, ports in found.items() if ports}
     assert len(found) >= 8
     shared = {

@@ -80,7 +80,7 @@ def make_table(rng: random.Random, num_engines: int, case: str) -> EngineTable:
         is_prefill_heavy = number % 2 == 0
         role = Role.PREFILL_HEAVY if is_prefill_heavy else Role.DECODE_HEAVY
         table.add(engine_id, _SPEC, role=role, chunk_size_tokens=2048 if is_prefill_heavy else 256)
-        for _ in range(100):
+        for _ in range(10):  # iterations of one kind: the model of ten is that of a hundred
             table.observe_iteration(engine_id, IterationShape(prefill_tokens=512, num_chunks=1, num_decodes=32), 0.06)
         table.report(engine_id, make_load(rng, case, 0), 0.0)
     return table

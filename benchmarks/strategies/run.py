@@ -16,7 +16,7 @@ import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sluice_cli.simulation.trace_cache import load_rows
 from sluice_core.latency.measured_profiles import load_model_on_gpu
@@ -25,7 +25,7 @@ from sluice_core.sim.goodput import NoGoodputError, search_goodput
 from sluice_core.sim.sim_setup import BLOCK_SIZE_TOKENS, MAX_BATCH_TOKENS, Cell, EngineSetup
 from sluice_core.sim.workload import PoissonWorkload
 from sluice_core.strategies import get_strategy
-from sluice_core.strategy_parameters import StrategyParameters
+from sluice_core.strategy_parameters import OverloadOrder, StrategyParameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -106,6 +106,12 @@ def compute_ratio(own: Sequence[float], other: Sequence[float]) -> float:
     return statistics.fmean(a / b if b else math.inf for a, b in zip(own, other, strict=True))
 
 
+def read_parameters(values: Mapping[str, Any]) -> StrategyParameters:
+    """Reads parameters as TOML has them, where an order is a word; compiled records refuse words."""
+    order = OverloadOrder(values.get("overload_order", StrategyParameters().overload_order))
+    return StrategyParameters(**{**values, "overload_order": order})
+
+
 def main() -> None:
     """Measures the cells and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -118,7 +124,7 @@ def main() -> None:
     tables = tomllib.loads((FOLDER / "cells.toml").read_text())
     own, seeds = tables["systems"]["sluice"], range(1, arguments.seeds + 1)
     chosen = tables["ablations"] if arguments.ablations else {}
-    ablations = {name: StrategyParameters(**values) for name, values in chosen.items()}
+    ablations = {name: read_parameters(values) for name, values in chosen.items()}
     figures: dict[str, dict[str, list[float]]] = {}
     for name in arguments.only or tables["cells"]:
         cell = StrategyCell(**tables["cells"][name])

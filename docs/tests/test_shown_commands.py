@@ -33,6 +33,11 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
 )
 URL = "http://127.0.0.1:8000"
+# Of the clusters that documents start; their own manifests name ports below 20000.
+PORTS = "28000-28999"
+ENVIRONMENT = {**os.environ, "URL": URL, "SLUICE_PORT_RANGE": PORTS}
+# CI runs these tests on the wheel. What the README starts, and what developers type, runs as in a checkout.
+CHECKOUT_ENVIRONMENT = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
 FENCE = re.compile(r"^```sh (ci\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -61,7 +66,11 @@ def made_up() -> Iterator[None]:
     """Runs what the README starts in the background, until the URL that it names answers."""
     (background,) = (block for block in BLOCKS if block.kind == "ci-background")
     process = subprocess.Popen(
-        ["bash", "-ec", background.commands], cwd=ROOT, start_new_session=True, stdin=subprocess.DEVNULL
+        ["bash", "-ec", background.commands],
+        cwd=ROOT,
+        env=CHECKOUT_ENVIRONMENT,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
     )
     try:
         deadline = time.monotonic() + 240
@@ -98,7 +107,7 @@ def test_a_shown_command_works(block: Block) -> None:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.commands],
         cwd=ROOT,
-        env={**os.environ, "URL": URL},
+        env=CHECKOUT_ENVIRONMENT if block.document == "CONTRIBUTING.md" else ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,

@@ -44,9 +44,7 @@ def start_engine(tiny_model: Path) -> Iterator[Callable[..., Engine]]:
 @pytest.fixture(scope="session")
 def shared_pair(start_engine: Callable[..., Engine]) -> tuple[Engine, Engine]:
     """Two engines with plenty of KV."""
-    engines = start_engine("a"), start_engine("b")
-    harness.compile_logprobs(engines)
-    return engines
+    return start_engine("a"), start_engine("b")
 
 
 @pytest.fixture(scope="session")
@@ -58,9 +56,7 @@ def shared_small_pair(start_engine: Callable[..., Engine]) -> tuple[Engine, Engi
 @pytest.fixture(scope="session")
 def shared_async_pair(start_engine: Callable[..., Engine]) -> tuple[Engine, Engine]:
     """Two engines that schedule ahead."""
-    engines = tuple(start_engine(name, is_async=True) for name in ("async-a", "async-b"))
-    harness.compile_logprobs(engines)
-    return engines
+    return tuple(start_engine(name, is_async=True) for name in ("async-a", "async-b"))
 
 
 def _hand_out(engines: tuple[Engine, ...]) -> Iterator[tuple[Engine, ...]]:

@@ -28,7 +28,6 @@ BLOCK_SIZE = 32
 MAX_BATCH_TOKENS = 512
 DEADLINE_S = 20.0
 # PyTorch compiles what computes logprobs when it is first asked for some: it takes long where it never did so before.
-COMPILE_DEADLINE_S = 240.0
 
 os.environ.update(
     OMP_NUM_THREADS="1",
@@ -317,13 +316,6 @@ def run_alone(engine: Engine, prompt: Sequence[int], **sampling: Any) -> Part:
     wait([engine], lambda: part.is_over)
     engine.client.reset_prefix_cache()
     return part
-
-
-def compile_logprobs(engines: Iterable[Engine]) -> None:
-    """Has engines compile what computes logprobs, so that neither deadlines nor grants of tests wait for it."""
-    for engine in engines:
-        part = engine.submit(make_prompt(8), max_tokens=2, logprobs=0)
-        wait([engine], lambda: part.is_over, COMPILE_DEADLINE_S)  # noqa: B023
 
 
 def run_moving(engines: Sequence[Engine], cuts: Sequence[int], prompt: Sequence[int], **sampling: Any) -> Part:

@@ -230,6 +230,25 @@ def test_a_configuration_that_vllm_refuses_is_said(vllm_config, monkeypatch) -> 
         vllm_config.make_vllm_config(make_settings(), 1)
 
 
+def test_an_engine_on_the_cpu_compiles_nothing(monkeypatch) -> None:
+    """vLLM compiles what ranks logprobs by itself: seconds of the first iteration, and a compiler that images lack."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch  # noqa: PLC0415
+
+        from sluice_engine.startup.in_process_executor import InProcessExecutor, UniProcExecutor  # noqa: PLC0415
+
+    compiled: list[Any] = []
+    run = torch.compile(lambda value: value + 1, backend=lambda graph, _inputs: compiled.append(graph) or graph.forward)
+    monkeypatch.setattr(UniProcExecutor, "_init_executor", lambda _self: compiled.append("a worker"))
+    try:
+        InProcessExecutor._init_executor(object.__new__(InProcessExecutor))
+        assert run(torch.ones(1)).tolist() == [2.0]
+    finally:
+        torch.compiler.set_stance("default")
+    assert compiled == ["a worker"]
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "10.0.0.1"])
 @pytest.mark.parametrize("is_cpu", [True, False])
 def test_the_environment_is_that_of_the_machine(vllm_config, monkeypatch, host, is_cpu, tmp_path) -> None:

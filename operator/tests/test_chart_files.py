@@ -26,6 +26,7 @@ from sluice_operator.kubernetes.rbac import LEASE_RULES, NODE_RULES, RULES
 from sluice_operator.metrics import CONDITION_LABELS, OperatorMetrics
 from sluice_operator.settings import OperatorSettings
 from sluice_router.api.edge_metrics import EdgeMetrics
+from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.scheduling.state import RouterState
 from sluice_router.scheduling.status.gauges import RouterCollector
 from sluice_router.settings import make_limits
@@ -50,15 +51,6 @@ EXPRESSIONS = [
     ),
     *(pytest.param(rule["expr"], id=rule["alert"]) for group in ALERTS["groups"] for rule in group["rules"]),
 ]
-
-
-class NoSlowReaders:
-    """Readers that are never slow."""
-
-    num_shed: dict[str, int] = {}  # noqa: RUF012 - never changed
-
-    def __len__(self) -> int:
-        return 0
 
 
 class IdleServer:
@@ -88,7 +80,7 @@ def find_metrics() -> dict[str, set[str]]:
     state = RouterState(router_id="r", limits=make_limits(), rng=random.Random(1))
     families = [
         *RouterCollector(state, lambda: 0.0).collect(),
-        *EdgeMetrics(NoSlowReaders()).collect(),
+        *EdgeMetrics(SlowReaders(SlowReaderLimits())).collect(),
         *EngineCollector(IdleServer()).collect(),
     ]
     found = {name: set(getattr(family, "_labelnames", ())) for family in families for name in name_samples(family)}
