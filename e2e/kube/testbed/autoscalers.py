@@ -37,6 +37,8 @@ CHOICE = """
 	}
 	return nil, fmt.Errorf("no scaler found for type: %s", triggerType)
 """
+# A constant of all triggers, which is declared beside one of those that go.
+DECLARED_ELSEWHERE = 'package scalers\n\nconst externalMetricType = "External"\n'
 # prometheus-adapter's own manifests, without those for the metrics of `kubectl top`.
 ADAPTER_MANIFESTS = (
     "service-account",
@@ -98,9 +100,11 @@ def _build_into(folder: Path, go: str) -> None:
 
 def _leave_one_trigger(source: Path) -> None:
     """Removes every trigger but Prometheus from KEDA's sources."""
-    for path in (source / "pkg" / "scalers").glob("*.go"):
+    triggers = source / "pkg" / "scalers"
+    for path in triggers.glob("*.go"):
         if path.name not in KEPT_TRIGGERS:
             path.unlink()
+    (triggers / "shared.go").write_text(DECLARED_ELSEWHERE)
     builder = source / "pkg" / "scaling" / "scalers_builder.go"
     before, _, rest = builder.read_text().partition("// TRIGGERS-START")
     builder.write_text(before + CHOICE + rest.partition("// TRIGGERS-END")[2])
