@@ -171,7 +171,8 @@ def run_autoscaler(testbed: Testbed, autoscaler: Autoscaler) -> Iterator[None]:
             print(client.kubectl("logs", "--tail=60", "--ignore-errors", "-n", namespace, f"deployment/{name}"))
         raise
     finally:
-        client.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=manifests)
+        # A ScaledObject that a failed test leaves behind would have the deletion wait for KEDA, which is gone.
+        client.kubectl("delete", "--ignore-not-found", "--wait=false", "-f", "-", stdin=manifests)
 
 
 def _load_image(testbed: Testbed, deployment: Object, inside: str, program: Path) -> None:
