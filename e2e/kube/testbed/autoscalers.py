@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from testbed.go_modules import fetch_module
 from testbed.images import Image
 from testbed.settings import find_cache
-from testbed.toolchain import build_once, compile_program, fetch_module
+from testbed.toolchain import build_once, compile_program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,8 +18,9 @@ from typing import Any
 import jsonschema
 import yaml
 
+from testbed.go_modules import fetch_module
 from testbed.settings import find_cache
-from testbed.toolchain import fetch_module, find_go
+from testbed.toolchain import find_go
 
 Object = dict[str, Any]
 

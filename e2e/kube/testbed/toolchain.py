@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -150,32 +149,6 @@ def compile_program(go: str, module: Path, package: str, binary: Path, stamps: d
     """Compiles a package of a module, or of one that it requires, with strings set by the linker."""
     flags = " ".join(["-s", "-w", *(f"-X {name}={value}" for name, value in stamps.items())])
     run_go(go, module, "build", "-p", str(os.cpu_count() or 1), "-ldflags", flags, "-o", str(binary), package)
-
-
-def fetch_module(go: str, module: str, checksum: str, **variables: str) -> Path:
-    """Fetches a Go module, unless Go's module cache has it.
-
-    Args:
-        go: The ``go`` command.
-        module: The module, with its version.
-        checksum: Checksum of the module, in the form of go.sum.
-        variables: Variables for ``go``.
-
-    Returns:
-        Its folder in the module cache.
-
-    Raises:
-        TestbedError: It cannot be fetched, or its checksum is another one.
-    """
-    command = [go, "mod", "download", "-json", module]
-    environment = {**os.environ, "GOWORK": "off", "GOFLAGS": "", **variables}
-    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise TestbedError(f"{module} cannot be fetched: {done.stdout}{done.stderr}")
-    found = json.loads(done.stdout)
-    if found["Sum"] != checksum:
-        raise TestbedError(f"{module} has the checksum {found['Sum']}, pinned is {checksum}")
-    return Path(found["Dir"])
 
 
 def _version(go: str, module: Path, name: str) -> str:
