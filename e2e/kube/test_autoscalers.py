@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 from conftest import FAILED
 from scaled_cluster import check_scaling_by_others, read_guide, read_hpa, run_scaled_cluster
+from scraping import run_prometheus
 from testbed.autoscalers import build_autoscalers, make_adapter, make_keda, run_autoscaler
-from testbed.prometheus import find_program, read_version, run_prometheus
+from testbed.prometheus import find_program, read_version
 
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.resources.service_monitors import render_service_monitors
