@@ -247,11 +247,11 @@ class Sluice:
         engines = site.folder / "engines.json"
         site.folder.mkdir(parents=True, exist_ok=True)
         engines.write_text(json.dumps(site.engine_addresses()))
-        program = ["-m", "sluice_router"]
+        entry = ["-m", "sluice_router"]
         if self.split is not None:
-            program = [str(c_programs.SOURCES / "traced_router.py"), "--split", str(self.split)]
+            entry = [str(c_programs.SOURCES / "traced_router.py"), "--split", str(self.split)]
         command = [
-            *(sys.executable, *program, "--host", "127.0.0.1", "--http-port", str(site.port)),
+            *(sys.executable, *entry, "--host", "127.0.0.1", "--http-port", str(site.port)),
             *("--grpc-port", str(site.port + 1), "--control-port", str(site.port + 2)),
             *("--metrics-port", str(site.port + 3)),
             *("--model", str(site.model), "--engines", f"file:{engines}"),

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 # Cases that the Python model and the CRD are held to without a cluster.
 sys.path.append(str(ROOT / "operator" / "tests"))
 
-# `make images-check` runs it: it builds images for minutes, and needs 30 GB of disk.
-collect_ignore = ["test_images.py"]
+# `make images-check` and `make autoscalers-check` run them: they build for minutes, the first needs 30 GB of disk.
+collect_ignore = ["test_images.py", "test_autoscalers.py"]
 CRD = ROOT / "crds" / "servingclusters.yaml"
 PYTHON_IMAGE = "docker.io/local/python:1"
 NUMBERS = itertools.count()

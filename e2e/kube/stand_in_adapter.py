@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import trustme
 from stand_in_server import QuietHandler, serve
+from testbed.client import render_outside_service
 
 from sluice_operator.api import names
 from sluice_operator.api.ports import METRICS_PORT
@@ -97,18 +98,8 @@ def make_value_list(metric: str, value: float) -> dict[str, Any]:
 
 def render_registration(namespace: str, address: str, port: int, authority: bytes) -> list[dict[str, Any]]:
     """Renders what has the API server pass the group's requests on to a port of this machine."""
-    metadata = {"name": NAME, "namespace": namespace}
-    ports = [{"name": "https", "port": 443, "protocol": "TCP", "targetPort": port}]
     return [
-        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": ports}},
-        {
-            "apiVersion": "discovery.k8s.io/v1",
-            "kind": "EndpointSlice",
-            "metadata": {**metadata, "labels": {"kubernetes.io/service-name": NAME}},
-            "addressType": "IPv4",
-            "endpoints": [{"addresses": [address], "conditions": {"ready": True}}],
-            "ports": [{"name": "https", "port": port, "protocol": "TCP"}],
-        },
+        *render_outside_service(NAME, namespace, address, {"https": (443, port)}),
         {
             "apiVersion": "apiregistration.k8s.io/v1",
             "kind": "APIService",

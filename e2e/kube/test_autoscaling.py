@@ -12,22 +12,18 @@ import asyncio
 import json
 import time
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from conftest import FAILED
-from examples.tiny_model import make_tiny_model
-from pod_cluster import MODELS, PodCluster, make_pods_manifest
 from pod_load import keep_asking
-from release import RESTRICTED
+from scaled_cluster import LITTLE, MUCH, check_scaling_by_others, read_hpa, run_scaled_cluster, serves, wait
 from stand_in_adapter import run_stand_in_adapter
-from steady_load import Shape
-
-from sluice_operator.api import names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
+    from pod_cluster import PodCluster
     from release import Release
     from testbed.client import Client
     from testbed.cluster import Testbed
@@ -35,36 +31,16 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 NAMESPACE = "scaled"
-# An emulated A100 computes such a prompt in about a second: one engine serves 1.1 a second in time, three serve 3.6.
-LITTLE = Shape(prompt_tokens=3500, output_tokens=20, rate_rps=0.6)
-MUCH = LITTLE._replace(rate_rps=2.2)
-# Two engines cannot serve so much.
-MOST = LITTLE._replace(rate_rps=3.5)
 WINDOW_S = 20
 
 
 @pytest.fixture(scope="module")
 def scaled(client: Client, release: Release) -> Iterator[PodCluster]:
     """One engine, which autoscaling may make three."""
-    assert release.is_installed()
-    make_tiny_model(MODELS / "tiny")
-    client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": RESTRICTED}})
-    manifest = make_pods_manifest(
-        replicas=1,
-        prefillHeavy="50%",
-        slo={"ttftMilliseconds": 4000, "tpotMilliseconds": 200},
-        autoscaling={
-            "mode": "Apply",
-            "minReplicas": 1,
-            "maxReplicas": 3,
-            "scaleDown": {"stabilizationWindowSeconds": WINDOW_S},
-        },
-    )
-    manifest["spec"]["engine"]["emulation"] = {"gpu": "a100-80g", "model": "qwen2.5-14b"}
-    made = PodCluster(client, NAMESPACE, manifest)
-    release.begin(made)
-    yield made
-    made.remove()
+    window = {"stabilizationWindowSeconds": WINDOW_S}
+    bounds = {"minReplicas": 1, "maxReplicas": 3}
+    with run_scaled_cluster(client, release, NAMESPACE, mode="Apply", **bounds, scaleDown=window) as made:
+        yield made
 
 
 @pytest.fixture
@@ -82,24 +58,6 @@ def cluster(watched: PodCluster) -> Iterator[PodCluster]:
     yield scaled
     assert scaled.list_spec_writers() <= {"kubectl-client-side-apply", "kubectl-patch"}
     assert scaled.read("slc/tiny")["spec"]["replicas"] == 1
-
-
-async def wait(cluster: PodCluster, what: str, poll: Callable[[], Any]) -> None:
-    """Waits for something, and prints how long that took and what the operator says."""
-    started_s = time.monotonic()
-    await asyncio.to_thread(cluster.wait_for, poll, what)
-    status = cluster.read("slc/tiny")["status"]
-    print(f"{what}: after {time.monotonic() - started_s:.1f} s; {status.get('autoscaling')}")
-
-
-def serves(cluster: PodCluster, number: int) -> Callable[[], bool]:
-    """Whether so many engines serve, and no other pod of an engine is left."""
-
-    def poll() -> bool:
-        status = cluster.read("slc/tiny")["status"]
-        return (status["readyReplicas"], status["replicas"], len(cluster.engines)) == (number, number, number)
-
-    return poll
 
 
 async def test_load_brings_engines_and_their_streams_stay_whole_when_it_ends(cluster: PodCluster) -> None:
@@ -140,33 +98,6 @@ async def test_an_idle_cluster_has_no_engine_until_a_stream_comes(cluster: PodCl
     await wait(cluster, "no engine is left again", serves(cluster, 0))
 
 
-# As in docs/guides/autoscaling.md, but for its bounds and for how long it waits before engines leave.
-HPA = {
-    "apiVersion": "autoscaling/v2",
-    "kind": "HorizontalPodAutoscaler",
-    "metadata": {"name": "tiny", "namespace": NAMESPACE},
-    "spec": {
-        "scaleTargetRef": {"apiVersion": "sluice.dev/v1alpha1", "kind": "ServingCluster", "name": "tiny"},
-        "minReplicas": 1,
-        "maxReplicas": 3,
-        "behavior": {"scaleDown": {"stabilizationWindowSeconds": 5}},
-        "metrics": [
-            {
-                "type": "External",
-                "external": {
-                    "metric": {"name": metric, "selector": {"matchLabels": {"service": service}}},
-                    "target": {"type": "AverageValue", "averageValue": "4"},
-                },
-            }
-            for metric, service in (
-                ("sluice_engine_queued_requests", names.name_engine_service("tiny")),
-                ("sluice_requests_waiting", "tiny-router-control"),
-            )
-        ],
-    },
-}
-
-
 async def test_an_hpa_brings_engines_by_what_is_queued_and_takes_them_away(
     watched: PodCluster, testbed: Testbed
 ) -> None:
@@ -174,17 +105,10 @@ async def test_an_hpa_brings_engines_by_what_is_queued_and_takes_them_away(
     await asyncio.to_thread(cluster.edit, autoscaling={"mode": "Disabled"})
     await wait(cluster, "the manifest's engine", serves(cluster, 1))
     with run_stand_in_adapter(cluster, testbed.settings.address) as queues:
-        cluster.client.apply(HPA)
-        async with keep_asking(cluster, MOST):
-            await wait(cluster, "three engines for what is queued", serves(cluster, 3))
-        await wait(cluster, "one engine once nothing is", serves(cluster, 1))
-        await asyncio.to_thread(cluster.kubectl, "delete", "hpa", "tiny")
+        await check_scaling_by_others(cluster, read_hpa(NAMESPACE))
     print(f"what the HPA was told: {queues}")
     # Routers hold next to nothing back while an engine serves: what waits, waits there.
     assert max(queues["sluice_engine_queued_requests"]) > 8
-    # It wrote to the scale alone; the operator wrote nothing.
-    writers = cluster.list_spec_writers()
-    assert writers <= {"kubectl-client-side-apply", "kubectl-patch", "kube-controller-manager"}
 
 
 COMMENT = ": waiting for an engine"

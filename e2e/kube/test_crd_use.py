@@ -16,6 +16,8 @@ from verdicts import make_manifest
 from sluice_operator.api.condition_types import REASONS, ConditionType
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from testbed.client import Client
 
 pytestmark = pytest.mark.usefixtures("crd")
@@ -59,10 +61,12 @@ def apply_status(client: Client, namespace: str, status: dict[str, Any]) -> Any:
 
 
 @pytest.fixture
-def cluster(client: Client, namespace: str) -> str:
+def cluster(client: Client, namespace: str) -> Iterator[str]:
     """The example in a namespace of its own."""
-    client.kubectl("apply", "--server-side", "-n", namespace, "-f", str(ROOT / "examples" / "tiny-cpu.yaml"))
-    return namespace
+    manifest = str(ROOT / "examples" / "tiny-cpu.yaml")
+    client.kubectl("apply", "--server-side", "-n", namespace, "-f", manifest)
+    yield namespace
+    client.kubectl("delete", "-n", namespace, "-f", manifest)
 
 
 def test_columns_show_what_the_status_says(client: Client, cluster: str) -> None:

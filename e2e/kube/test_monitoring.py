@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 from testbed.helm import CHART
-from testbed.promtool import run_promtool
+from testbed.prometheus import run_promtool
 from testbed.settings import ROOT
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from testbed.errors import TestbedError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from testbed.settings import Settings
@@ -146,6 +147,41 @@ class Client:
     def apply(self, *objects: dict[str, Any]) -> None:
         """Applies objects."""
         self.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
+
+
+def render_outside_service(
+    name: str, namespace: str, address: str, ports: Mapping[str, tuple[int, int]]
+) -> list[dict[str, Any]]:
+    """Renders a Service of a program that runs on this machine, outside the cluster.
+
+    Args:
+        name: Name of the Service.
+        namespace: Its namespace.
+        address: Of this machine, as pods reach it.
+        ports: By name, the port of the Service and that of the program.
+    """
+    metadata = {"name": name, "namespace": namespace}
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": metadata,
+            "spec": {
+                "ports": [
+                    {"name": key, "port": port, "protocol": "TCP", "targetPort": target}
+                    for key, (port, target) in ports.items()
+                ]
+            },
+        },
+        {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {**metadata, "labels": {"kubernetes.io/service-name": name}},
+            "addressType": "IPv4",
+            "endpoints": [{"addresses": [address], "conditions": {"ready": True}}],
+            "ports": [{"name": key, "port": target, "protocol": "TCP"} for key, (_, target) in ports.items()],
+        },
+    ]
 
 
 def send(request: urllib.request.Request, tls: ssl.SSLContext | None = None) -> Answer:

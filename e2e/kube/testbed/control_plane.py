@@ -154,8 +154,9 @@ def render_controller_manager(settings: Settings) -> list[str]:
         "--allocate-node-cidrs=false",
         f"--service-cluster-ip-range={settings.service_network}",
         "--leader-elect=false",
-        # The default of 15 s is one of patience.
+        # The defaults of 15 s and 5 minutes are ones of patience.
         "--horizontal-pod-autoscaler-sync-period=2s",
+        "--horizontal-pod-autoscaler-downscale-stabilization=5s",
         *CLIENT_RATE,
     ]
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
-import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-from testbed.errors import TestbedError
+from testbed.go_modules import fetch_module
 from testbed.settings import find_cache
 from testbed.toolchain import find_go
 
@@ -170,14 +168,8 @@ def _fetch(source: Source) -> None:
     """Fetches a module for one of its files. The module cache is deleted afterwards, because modules are large."""
     source.cached.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="sluice-schemas-") as folder:
-        environment = {**os.environ, "GOMODCACHE": folder, "GOFLAGS": "-modcacherw", "GOWORK": "off"}
-        command = [find_go(), "mod", "download", "-json", source.module]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise TestbedError(f"{source.module} cannot be fetched: {done.stdout}{done.stderr}")
-        found = json.loads(done.stdout)
-        if found["Sum"] != source.checksum:
-            raise TestbedError(f"{source.module} has the checksum {found['Sum']}, pinned is {source.checksum}")
+        variables = {"GOMODCACHE": folder, "GOFLAGS": "-modcacherw"}
+        module = fetch_module(find_go(), source.module, source.checksum, **variables)
         whole = source.cached.with_suffix(".part")
-        shutil.copyfile(Path(found["Dir"]) / source.path, whole)
+        shutil.copyfile(module / source.path, whole)
         whole.rename(source.cached)

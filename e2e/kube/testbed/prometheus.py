@@ -1,8 +1,8 @@
-"""promtool, Prometheus' checker of rules and queries: the one on PATH, or that of Debian's package ``prometheus``.
+"""Prometheus and its checker promtool: those on PATH, or those of Debian's package ``prometheus``.
 
-The package is fetched and unpacked, not installed, because an installed one starts a Prometheus. The program is kept in
-``~/.cache/sluice/promtool``. Building it from its Go module would take minutes, since it includes the clients of three
-clouds.
+The package is fetched and unpacked, not installed, because an installed one starts a Prometheus. The programs are kept
+in ``~/.cache/sluice/prometheus``. Building them from their Go module would take minutes, since it includes the clients
+of three clouds.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from testbed.settings import find_cache
 PACKAGE = "prometheus"
 
 
-def find_promtool() -> Path:
-    """Finds the program, and fetches it if need be.
+def find_program(name: str) -> Path:
+    """Finds ``prometheus`` or ``promtool``, and fetches it if need be.
 
     Raises:
-        MissingError: This machine has neither promtool nor apt.
+        MissingError: This machine has neither the program nor apt.
         TestbedError: The package cannot be fetched.
     """
-    found = shutil.which("promtool")
+    found = shutil.which(name)
     if found:
         return Path(found)
-    cached = find_cache("promtool") / "promtool"
+    cached = find_cache("prometheus") / name
     if not cached.is_file():
         if shutil.which("apt-get") is None:
-            raise MissingError("neither promtool nor apt-get is on PATH; install Prometheus' promtool")
+            raise MissingError(f"neither {name} nor apt-get is on PATH; install Prometheus")
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
-            _unpack(Path(folder)).rename(cached)
+            (_unpack(Path(folder)) / name).rename(cached)
     return cached
 
 
@@ -45,7 +45,13 @@ def run_promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
         MissingError: This machine has neither promtool nor apt.
         TestbedError: The package cannot be fetched.
     """
-    return subprocess.run([find_promtool(), *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run([find_program("promtool"), *arguments], capture_output=True, text=True, check=False)
+
+
+def read_version() -> str:
+    """Reads Prometheus' version."""
+    done = subprocess.run([find_program("prometheus"), "--version"], capture_output=True, text=True, check=True)
+    return done.stdout.split()[2]
 
 
 def _unpack(folder: Path) -> Path:
@@ -59,7 +65,7 @@ def _unpack(folder: Path) -> Path:
         _run(folder, *download)
     (package,) = folder.glob(f"{PACKAGE}_*.deb")
     _run(folder, "dpkg-deb", "--extract", package.name, "tree")
-    return folder / "tree" / "usr" / "bin" / "promtool"
+    return folder / "tree" / "usr" / "bin"
 
 
 def _run(folder: Path, *command: str) -> None:
