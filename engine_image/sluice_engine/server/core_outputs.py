@@ -44,7 +44,7 @@ def _take_output(request: RouterRequest, output: Any, sessions: SessionTable, no
     """Returns True if the request was handed off to nobody."""
     if output.prefill_stats is not None:
         request.num_cached_tokens = output.prefill_stats.num_local_cached_tokens
-    if output.new_token_ids:
+    if output.new_token_ids and not request.is_first_part:
         request.session.add_tokens(request, output.new_token_ids, output.new_logprobs)
     if output.finish_reason is None:
         return False
