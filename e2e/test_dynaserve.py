@@ -1,4 +1,4 @@
-"""DynaServe on real engines: load alone splits answers between engines. Tokens are stock vLLM's."""
+"""DynaServe on real engines: load alone splits prompts and answers between engines. Tokens are stock vLLM's."""
 
 from __future__ import annotations
 
@@ -32,17 +32,37 @@ def dynaserve(tmp_path_factory: pytest.TempPathFactory, example: dict[str, Any],
         yield cluster
 
 
-async def count_splits(cluster: Cluster) -> int:
-    """Moves of the cause ``split`` that are done."""
+async def count(cluster: Cluster, name: str, labels: str) -> int:
+    """Read a counter of the router."""
     async with aiohttp.ClientSession() as session, session.get(f"{cluster.url('router-0')}/metrics") as answer:
-        pattern = r'^sluice_moves_total\{cause="split",result="done"\} (.+)$'
+        pattern = rf"^{name}\{{{labels}\}} (.+)$"
         return sum(int(float(value)) for value in re.findall(pattern, await answer.text(), re.MULTILINE))
+
+
+async def count_cut_prompts(cluster: Cluster) -> int:
+    """Prompts of which one engine has computed the first part, and another one the rest."""
+    return await count(cluster, "sluice_cut_prompts_total", 'result="moved"')
+
+
+async def count_cut_answers(cluster: Cluster) -> int:
+    """Answers that two engines have decoded, each its part."""
+    moves = await count(cluster, "sluice_moves_total", 'cause="split",result="done"')
+    return moves - await count_cut_prompts(cluster)
 
 
 async def test_load_alone_splits_answers_and_every_token_is_exact(
     dynaserve: Cluster, known: list[tuple[Request, Answer]]
 ) -> None:
-    splits = await ask_until_seen(dynaserve, known[:NUM_REQUESTS], NUM_STREAMS, lambda: count_splits(dynaserve))
-    print(f"splits: {splits}")
+    splits = await ask_until_seen(dynaserve, known[:NUM_REQUESTS], NUM_STREAMS, lambda: count_cut_answers(dynaserve))
+    print(f"answers split: {splits}")
+    assert splits >= WANTED_EVENTS
+    dynaserve.wait_idle()
+
+
+async def test_load_alone_splits_prompts_and_every_token_is_exact(
+    dynaserve: Cluster, known: list[tuple[Request, Answer]]
+) -> None:
+    splits = await ask_until_seen(dynaserve, known[:NUM_REQUESTS], NUM_STREAMS, lambda: count_cut_prompts(dynaserve))
+    print(f"prompts split: {splits}")
     assert splits >= WANTED_EVENTS
     dynaserve.wait_idle()

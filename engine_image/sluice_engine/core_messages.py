@@ -311,7 +311,7 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
         output_tokens_since_reset: Output tokens since the last move that reset the length.
         is_recovery: True: ahead of other prefills, and never returned.
         split_output_tokens: Output tokens of the whole request at which its part here is planned to end; 0: it is not.
-        is_first_part: The prompt is the first part of a longer one: its KV is handed off, and the token after it is void.
+        is_first_part: The prompt is the first part of a longer one: its KV is handed off, the token after it is void.
     """
 
     stream_number: int = 0

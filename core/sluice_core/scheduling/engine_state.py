@@ -18,7 +18,7 @@ class EngineConfig(NamedTuple):
         kv_bytes_per_token: Bytes of KV cache per token.
         max_num_seqs: Most running requests.
         max_batch_tokens: Largest chunk size that it can run.
-        cuts_prompts: It computes the first part of a prompt alone, and goes on where another engine did (``Need.PARTS``).
+        cuts_prompts: It computes first parts of prompts, and goes on where another engine did (``Need.PARTS``).
     """
 
     block_size_tokens: int

@@ -44,8 +44,7 @@ class TrackedRequest:
         first_token_s: When the client got its first token, on the same clock; None before it.
         pull_deadline_s: When a pull that has not started is given up.
         is_moved_in: Its KV came from another engine.
-        num_brought_tokens: Tokens of a prompt whose KV it brings from another engine, which has computed that part alone;
-            0: it is no such prompt.
+        num_brought_tokens: Tokens of its prompt that another engine has computed as a first part; 0: none.
         selected_place: Its place among the prompts that the policy has selected; None: it has not.
         counted_tokens: Prefill tokens that the sums hold for it.
         counted_work: Attention work that the sums hold for it.

@@ -95,6 +95,8 @@ class VllmRequestBuilder:
                 f"prompt_token_ids: {num_prompt} prompt and {num_output} output tokens leave no room for another one; "
                 f"the limit is {self._model.max_model_len} in all"
             )
+        if submit.split_prompt_tokens and not self._config.cache_config.enable_prefix_caching:
+            raise SubmitRefusedError("split_prompt_tokens: this engine computes no parts of prompts")
         if submit.split_prompt_tokens and (num_output or submit.split_prompt_tokens >= num_prompt):
             raise SubmitRefusedError(
                 f"split_prompt_tokens: {submit.split_prompt_tokens} of {num_prompt} prompt tokens, after {num_output} "
