@@ -52,8 +52,9 @@ def _place_cut(state: RouterState, request: LiveRequest, kept: KeptKv, now: floa
     state.decision_log.record(now, request.request_id, "whole", engine.engine_id)
     if engine.is_draining:
         dispatch.enqueue(state.requests, request, now)
-    else:
-        dispatch.submit(state, request, engine, now)
+        return
+    dispatch.submit(state, request, engine, now)
+    state.decision_log.record(now, request.request_id, "submitted", engine.engine_id, request.fence, 0, False)
 
 
 def expire(state: RouterState, now: float) -> None:
