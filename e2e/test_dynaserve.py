@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import signal
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from strategy_cluster import WANTED_EVENTS, ask_until_seen, run_strategy
+from strategy_cluster import WANTED_EVENTS, ask_all, ask_until_seen, run_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +24,7 @@ PORTS = "24600-25099"
 HTTP_PORT = 25100
 NUM_REQUESTS = 96
 NUM_STREAMS = 12  # at a time
+LONG_TOKENS = 255
 
 
 @pytest.fixture(scope="module")
@@ -65,4 +68,21 @@ async def test_load_alone_splits_prompts_and_every_token_is_exact(
     splits = await ask_until_seen(dynaserve, known[:NUM_REQUESTS], NUM_STREAMS, lambda: count_cut_prompts(dynaserve))
     print(f"prompts split: {splits}")
     assert splits >= WANTED_EVENTS
+    dynaserve.wait_idle()
+
+
+@pytest.mark.parametrize("engine", ["engine-0", "engine-1"])
+async def test_clients_do_not_notice_that_an_engine_dies_while_prompts_are_cut(
+    dynaserve: Cluster, known: list[tuple[Request, Answer]], engine: str
+) -> None:
+    """Both engines compute first parts and go on with those of the other one when it is killed."""
+    long = [pair for pair in known if len(pair[0].prompt_token_ids) >= LONG_TOKENS][:NUM_REQUESTS]
+    before, num_cut = dynaserve.pid(engine), await count_cut_prompts(dynaserve)
+    answers = asyncio.create_task(ask_all(dynaserve, long, NUM_STREAMS))
+    while await count_cut_prompts(dynaserve) == num_cut:
+        assert not answers.done(), "no prompt was cut"
+        await asyncio.sleep(0.05)
+    dynaserve.kill(engine, signal.SIGKILL)
+    await answers
+    dynaserve.wait_replaced(engine, before)
     dynaserve.wait_idle()

@@ -45,6 +45,7 @@ class RouterRequest:
         submit: How it came, where its client may resume it at another router; None: it may not.
         submitted_s: When that was.
         is_first_part: It computes the first part of a prompt, and no token.
+        brings_kv: Its KV comes from another engine; parts that come ahead are found in the prefix cache.
     """
 
     session: RouterSession
@@ -61,6 +62,7 @@ class RouterRequest:
     submit: wire.Submit | None = None
     submitted_s: float = 0.0
     is_first_part: bool = False
+    brings_kv: bool = False
 
     @property
     def num_output_tokens(self) -> int:
@@ -216,6 +218,7 @@ class RouterSession:
             submit.slot,
             len(submit.output_token_ids),
             is_first_part=submit.split_prompt_tokens > 0,
+            brings_kv=submit.HasField("kv"),
         )
         self.by_slot[submit.slot] = request
         self.sent_submit_number = submit.submit_number
