@@ -390,7 +390,7 @@ def test_another_strategy_carries_no_plan_out():
 # --- which prompts are cut -----------------------------------------------------------------------------------------
 
 
-def place_cut(cuts_prompts, cutting, **changes):
+def place_cut(*, cuts_prompts, cutting, **changes):
     """Place a prompt that both engines would share; returns where it is cut, 0: behind its end."""
     busy = make_load(queued_prefill_tokens=300, queued_requests=1, queued_attention_work=45_000.0)
     table = make_table(busy, make_load(), cutting=cutting)
@@ -402,13 +402,13 @@ def place_cut(cuts_prompts, cutting, **changes):
 
 @pytest.mark.parametrize("cutting", [(), (0,), (1,), (0, 1)])
 def test_prompts_are_cut_where_both_engines_can_do_their_part(cutting):
-    token = place_cut(None, cutting)
+    token = place_cut(cuts_prompts=None, cutting=cutting)
     assert 1000 < token < 2000 if len(cutting) == 2 else token == 0
-    assert place_cut(False, cutting) == 0
-    assert 1000 < place_cut(True, cutting) < 2000
+    assert place_cut(cuts_prompts=False, cutting=cutting) == 0
+    assert 1000 < place_cut(cuts_prompts=True, cutting=cutting) < 2000
 
 
 @pytest.mark.parametrize("cuts_prompts", [None, True])
 def test_a_prompt_that_was_refused_room_is_not_cut_again(cuts_prompts):
-    assert place_cut(cuts_prompts, (0, 1), is_whole=True) == 0
-    assert place_cut(cuts_prompts, (0, 1), is_recovery=True) == 0
+    assert place_cut(cuts_prompts=cuts_prompts, cutting=(0, 1), is_whole=True) == 0
+    assert place_cut(cuts_prompts=cuts_prompts, cutting=(0, 1), is_recovery=True) == 0

@@ -42,8 +42,7 @@ class Engine:
         self.connector: Any = Connector()
         self.tracker = RequestTracker(DEFAULT_STRATEGY.make_engine(StrategyParameters()))
         self.told: list[PulledPart] = []
-        outbox: Any = SimpleNamespace(note_pulled=self.told.append)
-        self.pulls = IncomingPulls(self.connector, self.tracker, outbox, BLOCK)
+        self.pulls = IncomingPulls(self.connector, self.tracker, self.told.append, BLOCK)
 
     def arrive(self, name: str, now_s: float = NOW_S, num_copied_tokens: int = 0, **extras: Any) -> TrackedRequest:
         request: Any = SimpleNamespace(

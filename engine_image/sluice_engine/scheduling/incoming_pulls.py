@@ -14,10 +14,9 @@ from sluice_engine.core_messages import NUM_TOKENS_KEY, PulledPart
 from sluice_engine.kv_transfer.kv_handles import MalformedHandleError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from sluice_engine.kv_transfer.interface import KvConnector
-    from sluice_engine.scheduling.report_outbox import ReportOutbox
     from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class IncomingPulls:
     Args:
         connector: The scheduler's KV connector.
         tracker: The engine's requests.
-        outbox: What is reported to routers.
+        note_pulled: Tells a router what has become of the first part of a prompt.
         block_size_tokens: Tokens per KV block.
 
     Attributes:
@@ -45,11 +44,15 @@ class IncomingPulls:
     """
 
     def __init__(
-        self, connector: KvConnector, tracker: RequestTracker, outbox: ReportOutbox, block_size_tokens: int
+        self,
+        connector: KvConnector,
+        tracker: RequestTracker,
+        note_pulled: Callable[[PulledPart], None],
+        block_size_tokens: int,
     ) -> None:
         self._connector = connector
         self._tracker = tracker
-        self._outbox = outbox
+        self._note_pulled = note_pulled
         self._block_size_tokens = block_size_tokens
         self.num_moved_in = 0
         self.num_recomputed = 0
@@ -122,7 +125,7 @@ class IncomingPulls:
         """Tells the router that a prompt needs the KV of its first part elsewhere no more."""
         if tracked.extras.grant_key and not tracked.extras.output_token_ids:
             key, num_tokens = tracked.extras.grant_key, tracked.num_brought_tokens
-            self._outbox.note_pulled(PulledPart(key=key, num_tokens=num_tokens, reason=reason))
+            self._note_pulled(PulledPart(key=key, num_tokens=num_tokens, reason=reason))
 
     def _recompute(self, tracked: TrackedRequest) -> None:
         self.num_recomputed += 1

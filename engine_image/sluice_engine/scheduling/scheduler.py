@@ -75,7 +75,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         self._hand_offs = OutgoingHandOffs(self.connector, self.max_model_len)
         self._offers = KvOffers(self.connector, manager, self.block_size)
         self._outbox = ReportOutbox()
-        self._pulls = IncomingPulls(self.connector, self._tracker, self._outbox, self.block_size)
+        self._pulls = IncomingPulls(self.connector, self._tracker, self._outbox.note_pulled, self.block_size)
         self._part_pulls = PartPulls(
             self.connector,
             manager,

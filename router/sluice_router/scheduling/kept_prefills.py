@@ -54,7 +54,10 @@ def _place_cut(state: RouterState, request: LiveRequest, kept: KeptKv, now: floa
         dispatch.enqueue(state.requests, request, now)
         return
     dispatch.submit(state, request, engine, now)
-    state.decision_log.record(now, request.request_id, "submitted", engine.engine_id, request.fence, 0, False)
+    num_output, is_recovery = len(request.output_token_ids), request.first_token_s is not None
+    state.decision_log.record(
+        now, request.request_id, "submitted", engine.engine_id, request.fence, num_output, is_recovery
+    )
 
 
 def expire(state: RouterState, now: float) -> None:
