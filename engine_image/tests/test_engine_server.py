@@ -327,10 +327,10 @@ async def test_the_first_part_of_a_prompt_is_handed_off_without_a_token(engine):
     ids=["first part", "the rest", "whole", "a decode"],
 )
 async def test_other_routers_hear_of_the_tokens_that_a_submit_has_to_compute(engine, fields, num_tokens):
-    router = engine.attached()
-    await router.send(submits=[submit(2, "a", prompt_token_ids=range(1, 9), **fields)])
-    unreported = [tokens for _, tokens in engine.sessions.get_by_stream(1).unreported]
-    assert unreported == ([num_tokens] if num_tokens else [])
+    first, second = engine.attached("router-1"), engine.attached("router-2")
+    await first.send(submits=[submit(0, "b"), submit(1, "a", prompt_token_ids=range(1, 9), **fields)])
+    [message] = second.receive()
+    assert message.load.queued_prefill_tokens == 3 + num_tokens
 
 
 async def test_a_handed_off_slot_carries_the_kv_handle_until_its_release(engine):

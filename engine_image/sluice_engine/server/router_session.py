@@ -224,7 +224,8 @@ class RouterSession:
         self.sent_submit_number = submit.submit_number
         num_tokens = submit.split_prompt_tokens or len(submit.prompt_token_ids) + len(submit.output_token_ids)
         num_left = num_tokens - submit.kv.num_tokens
-        if not submit.HasField("kv") or num_left > 1:
+        # What moves while it decodes computes its next token only.
+        if not submit.HasField("kv") or (submit.kv.num_tokens and num_left > 1):
             self.unreported.append((submit.submit_number, num_left))
         return request
 
