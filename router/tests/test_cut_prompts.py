@@ -345,3 +345,17 @@ def test_a_request_that_was_refused_room_is_never_cut_again():
     harness.deliver()
     assert harness.state.active.policy.num_whole
     check_end(harness, stream)
+
+
+@pytest.mark.parametrize("is_cut_again", [False, True])
+def test_a_router_that_goes_on_with_the_first_part_of_another_one_recomputes_it(is_cut_again):
+    """It knows of no parts but those that it has planned itself."""
+    harness = make_harness(steps=3)
+    request_id, stream = start(harness)
+    live = harness.state.requests.live[request_id]
+    live.is_adopted = True
+    if not is_cut_again:
+        live.route = ()
+    check_end(harness, stream)
+    assert harness.count("recoveries", "router_lost") == (not is_cut_again)
+    assert harness.count("cut_prompts", "moved") == 1
