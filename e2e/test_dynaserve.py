@@ -1,13 +1,15 @@
-"""DynaServe on real engines: load alone splits answers between engines. Tokens are stock vLLM's."""
+"""DynaServe on real engines: load alone splits prompts and answers between engines. Tokens are stock vLLM's."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+import signal
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from strategy_cluster import WANTED_EVENTS, ask_until_seen, run_strategy
+from strategy_cluster import WANTED_EVENTS, ask_all, ask_until_seen, run_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +24,8 @@ PORTS = "24600-25099"
 HTTP_PORT = 25100
 NUM_REQUESTS = 96
 NUM_STREAMS = 12  # at a time
+SHORT_TOKENS = 65
+LONG_TOKENS = 255
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +36,57 @@ def dynaserve(tmp_path_factory: pytest.TempPathFactory, example: dict[str, Any],
         yield cluster
 
 
-async def count_splits(cluster: Cluster) -> int:
-    """Moves of the cause ``split`` that are done."""
+async def count(cluster: Cluster, name: str, labels: str) -> int:
+    """Read a counter of the router."""
     async with aiohttp.ClientSession() as session, session.get(f"{cluster.url('router-0')}/metrics") as answer:
-        pattern = r'^sluice_moves_total\{cause="split",result="done"\} (.+)$'
+        pattern = rf"^{name}\{{{labels}\}} (.+)$"
         return sum(int(float(value)) for value in re.findall(pattern, await answer.text(), re.MULTILINE))
 
 
+async def count_cut_prompts(cluster: Cluster) -> int:
+    """Prompts of which one engine has computed the first part, and another one the rest."""
+    return await count(cluster, "sluice_cut_prompts_total", 'result="moved"')
+
+
+async def count_cut_answers(cluster: Cluster) -> int:
+    """Answers that two engines have decoded, each its part."""
+    moves = await count(cluster, "sluice_moves_total", 'cause="split",result="done"')
+    return moves - await count_cut_prompts(cluster)
+
+
 async def test_load_alone_splits_answers_and_every_token_is_exact(
+    dynaserve: Cluster, known_long: list[tuple[Request, Answer]]
+) -> None:
+    """Most of the work of these requests is their answer."""
+    asked = [pair for pair in known_long if len(pair[0].prompt_token_ids) <= SHORT_TOKENS][:NUM_REQUESTS]
+    splits = await ask_until_seen(dynaserve, asked, NUM_STREAMS, lambda: count_cut_answers(dynaserve))
+    print(f"answers split: {splits}")
+    assert splits >= WANTED_EVENTS
+    dynaserve.wait_idle()
+
+
+async def test_load_alone_splits_prompts_and_every_token_is_exact(
     dynaserve: Cluster, known: list[tuple[Request, Answer]]
 ) -> None:
-    splits = await ask_until_seen(dynaserve, known[:NUM_REQUESTS], NUM_STREAMS, lambda: count_splits(dynaserve))
-    print(f"splits: {splits}")
+    """Their answers are short."""
+    splits = await ask_until_seen(dynaserve, known[:NUM_REQUESTS], NUM_STREAMS, lambda: count_cut_prompts(dynaserve))
+    print(f"prompts split: {splits}")
     assert splits >= WANTED_EVENTS
+    dynaserve.wait_idle()
+
+
+@pytest.mark.parametrize("engine", ["engine-0", "engine-1"])
+async def test_clients_do_not_notice_that_an_engine_dies_while_prompts_are_cut(
+    dynaserve: Cluster, known: list[tuple[Request, Answer]], engine: str
+) -> None:
+    """Both engines compute first parts and go on with those of the other one when it is killed."""
+    long = [pair for pair in known if len(pair[0].prompt_token_ids) >= LONG_TOKENS][:NUM_REQUESTS]
+    before, num_cut = dynaserve.pid(engine), await count_cut_prompts(dynaserve)
+    answers = asyncio.create_task(ask_all(dynaserve, long, NUM_STREAMS))
+    while await count_cut_prompts(dynaserve) == num_cut:
+        assert not answers.done(), "no prompt was cut"
+        await asyncio.sleep(0.05)
+    dynaserve.kill(engine, signal.SIGKILL)
+    await answers
+    dynaserve.wait_replaced(engine, before)
     dynaserve.wait_idle()

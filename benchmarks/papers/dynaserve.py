@@ -108,7 +108,7 @@ def write_table1() -> None:
     systems = {
         "disaggregated 1P1D": DISAGGREGATED,
         "colocated 2048": make_colocated(2048),
-        "DynaServe, as on engines": make_dynaserve(),
+        "DynaServe, answers cut": make_dynaserve(),
         "DynaServe, prompts cut too": make_dynaserve(cuts_prompts=True),
     }
     print("| prompt, output | system | requests/s | p50 TBT | p99 TBT | moves |\n|---|---|---|---|---|---|")
@@ -180,7 +180,7 @@ def write_figure9(num_seeds: int, duration_s: float) -> None:
         "colocated 1024": make_colocated(1024),
         "colocated 512": make_colocated(512),
         "disaggregated 1P1D": DISAGGREGATED,
-        "DynaServe, as on engines": make_dynaserve(),
+        "DynaServe, answers cut": make_dynaserve(),
         "DynaServe, prompts cut too": make_dynaserve(cuts_prompts=True),
     }
     print("| trace | system | requests/s |\n|---|---|---|")

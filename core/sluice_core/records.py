@@ -87,6 +87,7 @@ class PrefillRequest:
         cached_tokens: Of these tokens, those expected in the prefix caches of engines; 0 in those not named.
         turn: Its place where requests of several owners wait (``fair_share``); 0: only one owner's do.
         max_output_tokens: Most tokens of its answer; 0: not known.
+        is_whole: Its prompt must not be cut: the engine of its second part had no room.
     """
 
     request_id: Final[RequestId]
@@ -100,6 +101,7 @@ class PrefillRequest:
     cached_tokens: Final[Mapping[EngineId, int]]
     turn: Final[int]
     max_output_tokens: Final[int]
+    is_whole: Final[bool]
 
     def __init__(
         self,
@@ -115,6 +117,7 @@ class PrefillRequest:
         cached_tokens: Mapping[EngineId, int] = NOTHING_CACHED,
         turn: int = 0,
         max_output_tokens: int = 0,
+        is_whole: bool = False,
     ) -> None:
         self.request_id = request_id
         self.arrival_s = arrival_s
@@ -127,6 +130,7 @@ class PrefillRequest:
         self.cached_tokens = cached_tokens
         self.turn = turn
         self.max_output_tokens = max_output_tokens
+        self.is_whole = is_whole
 
 
 class Leg(NamedTuple):

@@ -167,10 +167,11 @@ def test_noise_is_about_what_is_right():
 # --- the predictor -------------------------------------------------------------------------------------------------
 
 
-def make_table(*loads, roles=None):
+def make_table(*loads, roles=None, cutting=()):
     table = EngineTable(lambda _: A100)
-    config = EngineConfig(block_size_tokens=16, kv_bytes_per_token=196_608, max_num_seqs=8, max_batch_tokens=2048)
+    plain = EngineConfig(block_size_tokens=16, kv_bytes_per_token=196_608, max_num_seqs=8, max_batch_tokens=2048)
     for number, load in enumerate(loads):
+        config = plain._replace(cuts_prompts=number in cutting)
         engine_id = EngineId(f"e{number}")
         table.add(engine_id, config, role=(roles or [Role.PREFILL_HEAVY] * 9)[number], chunk_size_tokens=2048)
         table.report(engine_id, load, NOW)
@@ -384,3 +385,30 @@ def test_another_strategy_carries_no_plan_out():
     table = make_table(make_load(), make_load(), roles=[Role.PREFILL_HEAVY, Role.DECODE_HEAVY])
     table.configure(EngineId("e1"), role=Role.DECODE_HEAVY, chunk_size_tokens=64)
     assert router.target(NOW, request, table) is None
+
+
+# --- which prompts are cut -----------------------------------------------------------------------------------------
+
+
+def place_cut(*, cuts_prompts, cutting, **changes):
+    """Place a prompt that both engines would share; returns where it is cut, 0: behind its end."""
+    busy = make_load(queued_prefill_tokens=300, queued_requests=1, queued_attention_work=45_000.0)
+    table = make_table(busy, make_load(), cutting=cutting)
+    placement = SplitPlacement(StrategyParameters(), random.Random(1), cuts_prompts=cuts_prompts)
+    request = make_request(prompt=3000, limit=20, **changes)
+    (place,) = placement.assign(NOW, [request], table)
+    return place.route[0].end_token if place.route and place.route[0].end_token < 3000 else 0
+
+
+@pytest.mark.parametrize("cutting", [(), (0,), (1,), (0, 1)])
+def test_prompts_are_cut_where_both_engines_can_do_their_part(cutting):
+    token = place_cut(cuts_prompts=None, cutting=cutting)
+    assert 1000 < token < 2000 if len(cutting) == 2 else token == 0
+    assert place_cut(cuts_prompts=False, cutting=cutting) == 0
+    assert 1000 < place_cut(cuts_prompts=True, cutting=cutting) < 2000
+
+
+@pytest.mark.parametrize("cuts_prompts", [None, True])
+def test_a_prompt_that_was_refused_room_is_not_cut_again(cuts_prompts):
+    assert place_cut(cuts_prompts=cuts_prompts, cutting=(0, 1), is_whole=True) == 0
+    assert place_cut(cuts_prompts=cuts_prompts, cutting=(0, 1), is_recovery=True) == 0

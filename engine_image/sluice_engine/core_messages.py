@@ -30,7 +30,7 @@ FIRST_TOKEN_KEY = "sluice_first_token"  # noqa: S105
 
 
 # What this engine can do for a strategy beyond chunked prefill and hand-offs of whole requests.
-CAPABILITIES: frozenset[Need] = frozenset({Need.PHASES, Need.SPLIT})
+CAPABILITIES: frozenset[Need] = frozenset({Need.PARTS, Need.PHASES, Need.SPLIT})
 
 # --- commands ----------------------------------------------------------------------------------------------------
 
@@ -311,6 +311,7 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
         output_tokens_since_reset: Output tokens since the last move that reset the length.
         is_recovery: True: ahead of other prefills, and never returned.
         split_output_tokens: Output tokens of the whole request at which its part here is planned to end; 0: it is not.
+        is_first_part: The prompt is the first part of a longer one: its KV is handed off, the token after it is void.
     """
 
     stream_number: int = 0
@@ -325,6 +326,7 @@ class RequestExtras(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_since_reset: int = 0
     is_recovery: bool = False
     split_output_tokens: int = 0
+    is_first_part: bool = False
 
     def encode(self) -> dict[str, Any]:
         """Plain data for ``SamplingParams.extra_args[EXTRAS_KEY]``."""
@@ -385,7 +387,7 @@ class RefusedHandOff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a ``PullPartCommand``.
+    """What came of a ``PullPartCommand``, or of the KV that a prompt brought whose first part another engine computed.
 
     Args:
         key: Key of the grant.

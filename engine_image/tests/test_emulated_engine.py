@@ -128,6 +128,32 @@ async def test_a_move_whose_blocks_were_copied_pauses_for_an_iteration_and_not_f
         await is_idle(target)
 
 
+async def test_a_prompt_is_cut_between_two_engines(engines):
+    """The first one sends no token; the second one says when the KV has come, and has the tokens of the whole."""
+    prompt, cut = [13, *PROMPT], 200
+    async with attach(engines[0]) as source, attach(engines[1]) as target:
+        assert source.hello.cuts_prompts
+        whole = await source.run(prompt, {"max_tokens": 20}, cache_salt="alone")
+        slot = await source.submit(prompt, {"max_tokens": 20}, split_prompt_tokens=cut)
+        finished = await source.finished(slot)
+        assert (finished.reason, finished.num_output_tokens) == (sampling_pb2.FINISH_REASON_HANDED_OFF, 0)
+        assert finished.kv.num_tokens == cut
+        assert not source.answers[slot].tokens
+        assert (await target.grant(3, len(prompt) + 1)).is_granted
+        begun_s = time.monotonic()
+        follow = await target.submit(prompt, {"max_tokens": 20}, kv=finished.kv, grant_id=3, fence=2)
+        (part,) = await target.until(lambda: target.find("parts_pulled"))
+        assert (part.grant_id, part.num_tokens, part.reason) == (3, cut, "")
+        assert time.monotonic() - begun_s > cut * CLOCK["kv_bytes_per_token"] / CLOCK["link_bytes_per_s"]
+        await target.finished(follow)
+        assert target.answers[follow].tokens == whole
+        computed = [message.load.iteration.prefill_tokens for message in target.messages]
+        assert sum(computed) == len(prompt) - cut
+        await source.send(released_slots=[slot])
+        await is_idle(source)
+        await is_idle(target)
+
+
 async def test_offers_and_parts_that_cannot_be_are_refused_by_name(engines):
     async with attach(engines[0]) as source, attach(engines[1]) as target:
         slot = await source.submit([12, *PROMPT], {"max_tokens": 40})

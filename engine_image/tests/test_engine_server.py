@@ -300,6 +300,39 @@ async def test_grants_of_two_routers_with_one_number_are_two_grants(engine):
     assert engine.core.commands[-1] == core_messages.ReleaseGrantCommand(key=keys[0])
 
 
+async def test_the_first_part_of_a_prompt_is_handed_off_without_a_token(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(2, "a", prompt_token_ids=[1, 2, 3, 4, 5], split_prompt_tokens=3)])
+    core_id = engine.core_id("a")
+    assert engine.core.requests[core_id].extras.is_first_part
+    where = {core_messages.NUM_TOKENS_KEY: 3, "remote_block_ids": [[1]]}
+    engine.put_out(output(core_id, [9], finish_reason=LENGTH, kv_transfer_params=where))
+    [message] = router.receive()
+    assert not message.slots
+    [finished] = message.finished
+    assert (finished.reason, finished.num_output_tokens) == (sampling_pb2.FINISH_REASON_HANDED_OFF, 0)
+    assert finished.kv.num_tokens == 3
+    await router.send(released_slots=[2])
+    assert engine.core.commands[-1] == core_messages.ReleaseCommand(request_id=core_id)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_tokens"),
+    [
+        ({"split_prompt_tokens": 3}, 3),
+        ({"kv": wire.KvHandle(num_tokens=3)}, 5),
+        ({}, 8),
+        ({"kv": wire.KvHandle(num_tokens=7)}, 0),
+    ],
+    ids=["first part", "the rest", "whole", "a decode"],
+)
+async def test_other_routers_hear_of_the_tokens_that_a_submit_has_to_compute(engine, fields, num_tokens):
+    first, second = engine.attached("router-1"), engine.attached("router-2")
+    await first.send(submits=[submit(0, "b"), submit(1, "a", prompt_token_ids=range(1, 9), **fields)])
+    [message] = second.receive()
+    assert message.load.queued_prefill_tokens == 3 + num_tokens
+
+
 async def test_a_handed_off_slot_carries_the_kv_handle_until_its_release(engine):
     router = engine.attached()
     await router.send(submits=[submit(2, "a", fence=3)])

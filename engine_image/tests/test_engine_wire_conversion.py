@@ -274,6 +274,41 @@ def test_tokens_at_the_limits_run(builder):
     assert request.prompt_token_ids == [2047] * 4090
 
 
+def test_the_first_part_of_a_prompt_is_its_first_tokens_and_a_token_that_nobody_sees(builder):
+    sampling = sampling_pb2.SamplingParams(max_tokens=6, temperature=0.7, seed=3, num_logprobs=2, stop_token_ids=[5])
+    submit = wire.Submit(sampling=sampling, prompt_token_ids=range(1, 101), split_prompt_tokens=37)
+    extras = core_messages.RequestExtras(is_first_part=True)
+    request = builder.build("id", submit, extras)
+    assert request.prompt_token_ids == list(range(1, 38))
+    parameters = request.sampling_params
+    assert (parameters.max_tokens, parameters.temperature, parameters.logprobs) == (1, 0.0, None)
+    assert (parameters.ignore_eos, parameters.stop_token_ids, parameters.seed) == (True, [], None)
+    assert parameters.extra_args == extras.encode()
+
+
+@pytest.mark.parametrize(
+    ("split", "output", "caches", "named"),
+    [
+        (100, [], True, "split_prompt_tokens: 100 of 100"),
+        (101, [], True, "split_prompt_tokens: 101 of 100"),
+        (50, [7], True, "split_prompt_tokens: 50 of 100 prompt tokens, after 1"),
+        (50, [], False, "split_prompt_tokens: this engine computes no parts of prompts"),
+    ],
+)
+def test_a_first_part_that_is_none_or_that_the_engine_cannot_compute_is_refused(
+    builder, split, output, caches, named, monkeypatch
+):
+    monkeypatch.setattr(builder._config.cache_config, "enable_prefix_caching", caches)
+    submit = wire.Submit(
+        sampling=sampling_pb2.SamplingParams(max_tokens=6),
+        prompt_token_ids=[1] * 100,
+        output_token_ids=output,
+        split_prompt_tokens=split,
+    )
+    with pytest.raises(SubmitRefusedError, match=f"^{named}"):
+        builder.build("id", submit, core_messages.RequestExtras(output_token_ids=output))
+
+
 def test_without_a_tokenizer_what_needs_one_is_refused(builder):
     bare = type(builder)(builder._config, None)
     assert build(bare).sampling_params.eos_token_id == builder._eos_token_id

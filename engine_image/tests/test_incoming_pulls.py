@@ -10,12 +10,13 @@ import pytest
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY
 from sluice_core.strategy_parameters import StrategyParameters
-from sluice_engine.core_messages import RequestExtras
+from sluice_engine.core_messages import NUM_TOKENS_KEY, PulledPart, RequestExtras
 from sluice_engine.kv_transfer.kv_handles import MalformedHandleError
 from sluice_engine.scheduling.incoming_pulls import PULL_START_S, IncomingPulls
 from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest
 
 NOW_S = 100.0
+BLOCK = 16
 
 
 class Connector:
@@ -27,7 +28,8 @@ class Connector:
     def start_pull(self, request: Any, transfer_params: str) -> None:
         if transfer_params == "malformed":
             raise MalformedHandleError("no handle")
-        request.kv_transfer_params = {"do_remote_prefill": True, "handle": transfer_params}
+        num_tokens = int(transfer_params) if transfer_params.isdigit() else request.num_tokens - 1
+        request.kv_transfer_params = {"do_remote_prefill": True, "handle": transfer_params, NUM_TOKENS_KEY: num_tokens}
 
     def cancel_pull(self, request: Any) -> None:
         self.cancelled.append(request.request_id)
@@ -39,9 +41,10 @@ class Engine:
     def __init__(self) -> None:
         self.connector: Any = Connector()
         self.tracker = RequestTracker(DEFAULT_STRATEGY.make_engine(StrategyParameters()))
-        self.pulls = IncomingPulls(self.connector, self.tracker)
+        self.told: list[PulledPart] = []
+        self.pulls = IncomingPulls(self.connector, self.tracker, self.told.append, BLOCK)
 
-    def arrive(self, name: str, now_s: float = NOW_S, **extras: Any) -> TrackedRequest:
+    def arrive(self, name: str, now_s: float = NOW_S, num_copied_tokens: int = 0, **extras: Any) -> TrackedRequest:
         request: Any = SimpleNamespace(
             request_id=name, num_tokens=300, num_computed_tokens=0, kv_transfer_params={"from": "a router"}
         )
@@ -52,7 +55,7 @@ class Engine:
             arrival_s=now_s,
             user_priority=0,
         )
-        tracked.kind = self.pulls.classify(tracked, now_s)
+        tracked.kind = self.pulls.classify(tracked, now_s, num_copied_tokens)
         self.tracker.add(tracked)
         return tracked
 
@@ -74,8 +77,58 @@ def test_class_of_an_arriving_request(extras: dict[str, Any], kind: RequestKind,
     assert tracked.kind is kind
     assert engine.pulls.num_recomputed == num_recomputed
     # What a router sent there never reaches vLLM.
-    handle = {"do_remote_prefill": True, "handle": "handle"} if kind is RequestKind.JOINING else None
-    assert tracked.request.kv_transfer_params == handle
+    handle = {"do_remote_prefill": True, "handle": "handle", NUM_TOKENS_KEY: 299}
+    assert tracked.request.kv_transfer_params == (handle if kind is RequestKind.JOINING else None)
+    assert not engine.told
+
+
+@pytest.mark.parametrize(
+    ("num_brought", "num_copied", "kind"),
+    [
+        (200, 0, RequestKind.JOINING),
+        (200, 192, RequestKind.STARTED_PREFILL),
+        (200, 200, RequestKind.STARTED_PREFILL),
+        (200, 208, RequestKind.STARTED_PREFILL),
+        (200, 128, RequestKind.JOINING),
+        (15, 0, RequestKind.STARTED_PREFILL),  # less than a block is computed
+        (16, 0, RequestKind.JOINING),
+        (298, 0, RequestKind.JOINING),
+        (299, 288, RequestKind.JOINING),  # but for one token: as any request that moves
+    ],
+)
+def test_a_prompt_that_brings_its_first_part_waits_for_what_has_not_come_ahead(
+    num_brought: int, num_copied: int, kind: RequestKind
+) -> None:
+    engine = Engine()
+    tracked = engine.arrive("a", num_copied_tokens=num_copied, transfer_params=str(num_brought), grant_key="1.7")
+    assert tracked.kind is kind
+    assert tracked.num_brought_tokens == (0 if num_brought == 299 else num_brought)
+    is_here = kind is RequestKind.STARTED_PREFILL
+    assert (tracked.request.kv_transfer_params is None) is is_here
+    assert engine.told == ([PulledPart(key="1.7", num_tokens=num_brought)] if is_here else [])
+    assert engine.tracker.queued_prefill_tokens == (300 - num_brought if is_here else 0)
+    assert engine.pulls.num_moved_in == is_here
+
+
+@pytest.mark.parametrize("how", ["comes", "fails", "late"])
+def test_the_rest_of_a_prompt_is_a_prefill_once_its_first_part_has_come_and_the_router_hears_of_it(how: str) -> None:
+    engine = Engine()
+    tracked = engine.arrive("a", transfer_params="200", grant_key="1.7")
+    if how == "late":
+        engine.pulls.cancel(tracked)
+    else:
+        engine.pulls.finish(tracked, has_failed=how == "fails")
+    assert tracked.kind is (RequestKind.STARTED_PREFILL if how == "comes" else RequestKind.RECOMPUTE)
+    part = PulledPart(key="1.7", num_tokens=200, reason="" if how == "comes" else "failed")
+    assert engine.told == [part]
+    assert engine.tracker.queued_prefill_tokens == (100 if how == "comes" else 300)
+    assert not tracked.is_moved_in
+
+
+def test_a_malformed_handle_of_a_first_part_is_told_so_that_its_kv_is_released() -> None:
+    engine = Engine()
+    assert engine.arrive("a", transfer_params="malformed", grant_key="1.7").kind is RequestKind.RECOMPUTE
+    assert engine.told == [PulledPart(key="1.7", num_tokens=0, reason="handle")]
 
 
 def test_a_pull_that_has_not_started_in_time_is_given_up_and_recomputes_in_its_place() -> None:

@@ -136,6 +136,22 @@ def test_a_cancelled_hand_off_gives_the_request_its_length_back(hand_offs: Any) 
     assert request.max_tokens == 11
 
 
+@pytest.mark.parametrize("status", ["FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED"])
+def test_the_first_part_of_a_prompt_ends_with_its_hand_off_whatever_else_is_asked(status: str, hand_offs: Any) -> None:
+    request = make_request(num_output_tokens=0, num_tokens=100, max_tokens=1)
+    hand_offs.begin_first_part(request)
+    assert request.max_tokens == 1
+    assert not hand_offs.cancel(request), "it has been preempted, and is computed again"
+    hand_offs.begin(request)
+    end(request, status)
+    hand_offs.settle(request)
+    is_whole = status == "FINISHED_LENGTH_CAPPED"
+    assert hand_offs._connector.calls == [("announce", "a"), ("hand off" if is_whole else "retract", "a")]
+    assert hand_offs.num_moved_out == is_whole
+    hand_offs.begin(request)
+    assert hand_offs.cancel(request), "nothing is left of it"
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "is_handed_off"),
     [

@@ -41,6 +41,7 @@ class FakeRequest:
     num_steps: int = 0
     is_handing_off: bool = False
     hand_off_at: int = 0  # output tokens with which it ends, if there are fewer
+    num_computed: int = 0  # of the first part of a prompt
 
     @property
     def num_blocks(self) -> int:
@@ -68,6 +69,9 @@ class FakeCore:
     hands_off_prefills: bool = False
     logprobs: bool = False
     pulls_parts: bool = False
+    cuts_prompts: bool = False
+    first_part_steps: int = 1
+    tells_of_brought: bool = True
     refuse_offers: str = ""
     refuse_parts: str = ""
     offers: set[int] = field(default_factory=set)
@@ -108,6 +112,7 @@ class FakeCore:
             kv_bytes_per_token=1024,
             prefix_root=self.prefix_root,
             pulls_parts=self.pulls_parts,
+            cuts_prompts=self.cuts_prompts,
             resume_timeout_s=RESUME_S,
             held=[*self.held, *(self._describe_held(request) for request in self.kept.values())],
         )
@@ -138,6 +143,8 @@ class FakeCore:
             return
         assert request.submit.fence == asked.fence
         num_tokens = len(request.submit.prompt_token_ids) + request.num_output - 1
+        if request.submit.split_prompt_tokens:
+            num_tokens = request.num_computed
         offer.kv.engine_id, offer.kv.fingerprint = self.engine_id, self.fingerprint
         offer.kv.num_tokens = num_tokens // BLOCK_SIZE * BLOCK_SIZE
         if offer.kv.num_tokens <= asked.first_token:
@@ -260,6 +267,11 @@ class FakeCore:
         assert output == expected_output(submit.prompt_token_ids, len(output)), "foreign output tokens"
         if submit.grant_id:
             self.grants.pop(submit.grant_id, None)
+        assert self.cuts_prompts or not submit.split_prompt_tokens
+        num_brought = submit.kv.num_tokens
+        if num_brought and not output and self.tells_of_brought:
+            assert self.cuts_prompts
+            self.parts_under_way.append(engine_pb2.PartPulled(grant_id=submit.grant_id, num_tokens=num_brought))
         self.last_submit_number = submit.submit_number
         self.running[submit.slot] = FakeRequest(submit, len(output))
         self.submitted.append(submit)
@@ -351,6 +363,9 @@ class FakeCore:
             if request.is_handing_off and request.num_output >= request.hand_off_at:
                 self._end_part(slot, request, message)
                 continue
+            if request.submit.split_prompt_tokens:
+                prefill_tokens += self._step_first_part(slot, request, message)
+                continue
             if request.num_steps == 0:
                 prefill_tokens += len(request.submit.prompt_token_ids)
             else:
@@ -380,6 +395,18 @@ class FakeCore:
             )
         return message
 
+    def _step_first_part(self, slot: int, request: FakeRequest, message: engine_pb2.AttachResponse) -> int:
+        """Computes some of the first part of a prompt; proposes it when it begins."""
+        end = request.submit.split_prompt_tokens
+        num_tokens = min(-(-end // self.first_part_steps), end - request.num_computed)
+        request.num_computed += num_tokens
+        request.num_steps += 1
+        if request.num_computed == end:
+            self._end_part(slot, request, message)
+        elif request.num_steps == 1:
+            message.proposals.add(slot=slot, cause=engine_pb2.MOVE_CAUSE_SPLIT, num_blocks=request.num_blocks)
+        return num_tokens
+
     def _end_part(self, slot: int, request: FakeRequest, message: engine_pb2.AttachResponse) -> None:
         del self.running[slot]
         self.pinned[slot] = request
@@ -387,7 +414,8 @@ class FakeCore:
             engine_id=self.engine_id,
             epoch=self.epoch,
             fingerprint=self.fingerprint,
-            num_tokens=len(request.submit.prompt_token_ids) + request.num_output - 1,
+            num_tokens=request.submit.split_prompt_tokens
+            or len(request.submit.prompt_token_ids) + request.num_output - 1,
         )
         self._add_finished(message, request, sampling_pb2.FINISH_REASON_HANDED_OFF, kv=kv)
 

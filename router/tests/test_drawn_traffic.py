@@ -121,6 +121,7 @@ CALM = {"kill": 0, "cut": 0, "cancel": 1, "misbehave": 0, "wait": 1, "break_clie
 ROUGH = {"kill": 4, "cut": 6, "attach": 9, "reconnect": 9, "wait": 8}
 NO_PAUSE = {**PARAMETERS, "min_tokens_between_moves": "0"}
 PARTS = {name: {"pulls_parts": True} for name in NAMES}
+CUTS = {name: {"pulls_parts": True, "cuts_prompts": True, "first_part_steps": 3} for name in NAMES}
 KEPT = {name: {"hands_off_prefills": name.startswith("p")} for name in NAMES}
 SMALL = {name: {"kv_blocks_total": 12, "max_num_seqs": 3} for name in NAMES}
 TWO_MODELS = {"p1": {"fingerprint": "fp2"}, "d1": {"fingerprint": "fp2", "max_model_len_tokens": 90}}
@@ -164,6 +165,8 @@ SCENARIOS = {
         "disaggregated", engines={name: {**KEPT[name], **SMALL[name]} for name in NAMES}, weights={"refuse": 9}
     ),
     "dynaserve": Scenario("dynaserve"),
+    "dynaserve, prompts": Scenario("dynaserve", engines=CUTS, weights=CALM),
+    "dynaserve, prompts, rough": Scenario("dynaserve", engines=CUTS, weights=ROUGH),
     "flowprefill": Scenario("flowprefill", changes={"slo_classes": CLASSES}),
     "ecoserve": Scenario("ecoserve"),
     "sluice": Scenario("sluice", engines=PARTS, tpot_slos_s=(None, None, 0.2, 0.3)),

@@ -68,6 +68,7 @@ def test_only_what_has_a_full_block_and_no_planned_end_is_copied(
             engine=SimpleNamespace(pulls_parts=source_pulls, spec=SimpleNamespace(block_size_tokens=BLOCK_SIZE))
         ),
         request=SimpleNamespace(num_tokens=BLOCK_SIZE + excess),
+        is_cut=False,
     )
     assert kv_copies.can_copy(move) is copies
 

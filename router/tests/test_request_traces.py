@@ -108,6 +108,38 @@ def test_a_request_that_moves_has_a_span_for_each_step_and_for_the_move():
     assert (resource["service.name"], resource["service.instance.id"]) == ("sluice-router", "router-1")
 
 
+@pytest.mark.parametrize(
+    ("events", "names"),
+    [
+        (
+            [("handed_off", "e0", "e1", "split", 2, 0), ("moved", "e0", "e1", "split", 0.5)],
+            ["admission", "queue", "prefill", "kv_wait", "prefill", "decode"],
+        ),
+        (
+            [("whole", "e0"), ("submitted", "e0", 2, 0, False)],
+            ["admission", "queue", "prefill", "kv_wait", "queue", "prefill", "decode"],
+        ),
+    ],
+    ids=["cut", "without room"],
+)
+def test_a_prompt_that_is_cut_has_a_prefill_on_each_engine(events, names):
+    collected = Collected({})
+    clock, log = collected.harness.clock, collected.harness.state.decision_log
+    collected.traces.begin("r", clock.now_s, {})
+    begun = [
+        ("admitted", "", 100, 8, 5.0, 0.5, "", 0),
+        ("submitted", "e0", 1, 0, False),
+        ("cut", "e0", "e1", 70),
+        ("kept", "e0", 10.0),
+    ]
+    ended = [("first_token", "e1", 1.0, 0.9), ("finished", "length", 8, 1.0, 0.1, True)]
+    for event in (*begun, *events, *ended):
+        clock.advance(0.1)
+        log.record(clock.now_s, "r", *event)
+    _, steps, _ = collected.take()
+    assert get_names(steps) == names
+
+
 def test_a_move_that_its_source_refuses_says_why():
     collected = Collected(PD)
     harness = collected.harness

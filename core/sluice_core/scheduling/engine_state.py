@@ -18,12 +18,14 @@ class EngineConfig(NamedTuple):
         kv_bytes_per_token: Bytes of KV cache per token.
         max_num_seqs: Most running requests.
         max_batch_tokens: Largest chunk size that it can run.
+        cuts_prompts: It computes first parts of prompts, and goes on where another engine did (``Need.PARTS``).
     """
 
     block_size_tokens: int
     kv_bytes_per_token: int
     max_num_seqs: int
     max_batch_tokens: int
+    cuts_prompts: bool = False
 
 
 @dataclass(slots=True, kw_only=True)

@@ -68,12 +68,12 @@ class DynaServeRules:
     """Makes the policies.
 
     Args:
-        cuts_prompts: Prompts may be cut too; the simulator's engines alone can do that.
+        cuts_prompts: Prompts may be cut too; None: where both engines of a pair can do their part.
         is_bound_to_sides: See ``SplitPlacement``.
         fixed_token: See ``SplitPlacement``.
     """
 
-    cuts_prompts: bool = False
+    cuts_prompts: bool | None = None
     is_bound_to_sides: bool = False
     fixed_token: int = 0
 

@@ -192,6 +192,11 @@ class GrantTable:
         grant = self._by_key.get(key)
         return None if grant is None or grant.request_id else grant
 
+    def count_held(self, key: str) -> int:
+        """Counts the blocks of a request's KV that a grant holds; 0 for an unknown key."""
+        grant = self._by_key.get(key)
+        return 0 if grant is None else len(grant.held)
+
     def hold(self, grant: GrantedRoom, cached: list[Any]) -> int:
         """Holds cached blocks in the place of empty ones.
 

@@ -26,6 +26,7 @@ class OutgoingHandOffs:
         self._connector = connector
         self._max_model_len = max_model_len
         self._max_tokens_of: dict[str, int] = {}
+        self._first_parts: set[str] = set()
         self._num_blocks_of: dict[str, int] = {}
         self._released: set[str] = set()
         self.num_pinned_blocks = 0
@@ -60,12 +61,25 @@ class OutgoingHandOffs:
         soonest = request.num_output_tokens + max(1, request.num_output_placeholders)
         request.max_tokens = min(request.max_tokens, max(soonest, num_output_tokens))
 
+    def begin_first_part(self, request: Request) -> None:
+        """Makes the first part of a prompt end with a hand-off: with the token behind it, which is void.
+
+        Args:
+            request: vLLM's record of it, whose prompt is that part; no queue holds it yet.
+        """
+        self._first_parts.add(request.request_id)
+        self._max_tokens_of[request.request_id] = request.max_tokens + 1  # so that it never ends by its own limit
+        self._connector.announce_hand_off(request.request_id)
+
     def cancel(self, request: Request) -> bool:
-        """Lets a request go on here.
+        """Lets a request go on here; the first part of a prompt still ends with its hand-off.
 
         Returns:
-            True if it was to hand off.
+            True if it was to hand off and is not any more.
         """
+        return request.request_id not in self._first_parts and self._cancel(request)
+
+    def _cancel(self, request: Request) -> bool:
         max_tokens = self._max_tokens_of.pop(request.request_id, None)
         if max_tokens is None:
             return False
@@ -78,13 +92,14 @@ class OutgoingHandOffs:
         max_tokens = self._max_tokens_of.get(request.request_id)
         if max_tokens is None:
             return
+        self._first_parts.discard(request.request_id)
         is_done = (
             request.status != RequestStatus.FINISHED_LENGTH_CAPPED
             or request.num_output_tokens >= max_tokens
             or request.num_tokens >= self._max_model_len
         )
         if is_done:
-            self.cancel(request)
+            self._cancel(request)
         else:
             del self._max_tokens_of[request.request_id]
             self._connector.hand_off(request)

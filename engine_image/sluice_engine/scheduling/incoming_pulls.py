@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from sluice_core.kv_copy_rules import count_tail_tokens
 from sluice_core.scheduling.engine_policy import RequestKind
+from sluice_engine.core_messages import NUM_TOKENS_KEY, PulledPart
 from sluice_engine.kv_transfer.kv_handles import MalformedHandleError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from sluice_engine.kv_transfer.interface import KvConnector
     from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest
@@ -32,6 +34,8 @@ class IncomingPulls:
     Args:
         connector: The scheduler's KV connector.
         tracker: The engine's requests.
+        note_pulled: Tells a router what has become of the first part of a prompt.
+        block_size_tokens: Tokens per KV block.
 
     Attributes:
         num_moved_in: Requests that arrived with KV, since the start.
@@ -39,15 +43,32 @@ class IncomingPulls:
         bytes_per_s: Measured rate of pulls, newer ones weighing more; 0: none yet.
     """
 
-    def __init__(self, connector: KvConnector, tracker: RequestTracker) -> None:
+    def __init__(
+        self,
+        connector: KvConnector,
+        tracker: RequestTracker,
+        note_pulled: Callable[[PulledPart], None],
+        block_size_tokens: int,
+    ) -> None:
         self._connector = connector
         self._tracker = tracker
+        self._note_pulled = note_pulled
+        self._block_size_tokens = block_size_tokens
         self.num_moved_in = 0
         self.num_recomputed = 0
         self.bytes_per_s = 0.0
 
-    def classify(self, tracked: TrackedRequest, now_s: float) -> RequestKind:
-        """Starts the pull of an arriving request that has KV elsewhere; returns the request's class."""
+    def classify(self, tracked: TrackedRequest, now_s: float, num_copied_tokens: int = 0) -> RequestKind:
+        """Starts the pull of an arriving request that has KV elsewhere.
+
+        Args:
+            tracked: The request; no queue of vLLM's holds it.
+            now_s: Monotonic time.
+            num_copied_tokens: Tokens from its first one on whose KV has come in parts.
+
+        Returns:
+            Its class.
+        """
         request, extras = tracked.request, tracked.extras
         # What a router sends there is never trusted: only a checked handle reaches vLLM's connector.
         request.kv_transfer_params = None
@@ -59,7 +80,17 @@ class IncomingPulls:
         except MalformedHandleError as error:
             logger.warning("request %s recomputes: %s", request.request_id, error)
             self.num_recomputed += 1
+            self._note_end(tracked, "handle")
             return RequestKind.RECOMPUTE
+        num_tokens = request.kv_transfer_params[NUM_TOKENS_KEY]
+        if request.num_tokens - num_tokens > 1:
+            tracked.num_brought_tokens = num_tokens
+            missing = num_tokens - num_copied_tokens
+            if missing <= 0 or count_tail_tokens(missing, num_copied_tokens, self._block_size_tokens):
+                request.kv_transfer_params = None
+                self.num_moved_in += 1
+                self._note_end(tracked)
+                return RequestKind.STARTED_PREFILL
         tracked.pull_deadline_s = now_s + PULL_START_S
         return RequestKind.JOINING
 
@@ -81,12 +112,26 @@ class IncomingPulls:
         """Notes the end of a pull."""
         if has_failed:
             self._recompute(tracked)
+            return
+        self.num_moved_in += 1
+        if tracked.num_brought_tokens:
+            # The rest of its prompt is computed as that of any other.
+            self._tracker.change_kind(tracked, RequestKind.STARTED_PREFILL)
+            self._note_end(tracked)
         else:
-            self.num_moved_in += 1
             tracked.is_moved_in = True
+
+    def _note_end(self, tracked: TrackedRequest, reason: str = "") -> None:
+        """Tells the router that a prompt needs the KV of its first part elsewhere no more."""
+        if tracked.extras.grant_key and not tracked.extras.output_token_ids:
+            key, num_tokens = tracked.extras.grant_key, tracked.num_brought_tokens
+            self._note_pulled(PulledPart(key=key, num_tokens=num_tokens, reason=reason))
 
     def _recompute(self, tracked: TrackedRequest) -> None:
         self.num_recomputed += 1
+        if tracked.num_brought_tokens:
+            self._note_end(tracked, "failed")
+            tracked.num_brought_tokens = 0
         self._tracker.change_kind(tracked, RequestKind.RECOMPUTE)
 
     def observe_rate(self, statistics: Any) -> None:

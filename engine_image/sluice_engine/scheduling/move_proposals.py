@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_core.records import RequestId
+from sluice_core.records import MoveCause, RequestId
 from sluice_engine.core_messages import ProposedMove
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class MoveProposer:
         self._decodes = decodes
         self._plan = plan
         self._members: set[RequestId] = set()
+        self._begun: list[ProposedMove] = []
 
     def join(self, tracked: TrackedRequest, now_s: float) -> None:
         """Adds a decode that has just got its first token here."""
@@ -50,6 +51,17 @@ class MoveProposer:
             split_tokens=extras.split_output_tokens,
         )
 
+    def begin(self, tracked: TrackedRequest, num_blocks: int) -> None:
+        """Proposes the move of a prompt's first part, which has just begun: KV can follow while it is computed."""
+        self._begun.append(
+            ProposedMove(
+                request_id=tracked.request.request_id,
+                cause=MoveCause.SPLIT,
+                num_output_tokens=0,
+                num_blocks=num_blocks,
+            )
+        )
+
     def leave(self, request_id: str) -> None:
         """Removes a decode, if it is one."""
         self._members.discard(RequestId(request_id))
@@ -66,9 +78,10 @@ class MoveProposer:
             self._decodes.advance(skipped)
 
     def propose(self, now_s: float, kv: KvBlocks) -> list[ProposedMove]:
-        """Decodes that should leave."""
+        """Requests that should leave: decodes, and the first parts of prompts."""
         self._decodes.observe_kv(kv)
-        return [
+        begun, self._begun = self._begun, []
+        return begun + [
             ProposedMove(
                 request_id=move.request_id,
                 cause=move.cause,

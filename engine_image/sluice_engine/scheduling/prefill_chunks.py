@@ -99,7 +99,13 @@ class PrefillChunks:
         return self._limits.hides(kind)
 
     def take(self, kind: RequestKind, num_tokens: int, num_left: int, waiting: Any, *, context_tokens: int = 0) -> int:
-        """Gives a prefill its chunk.
+        """Gives a prefill its chunk; see ``fit``."""
+        taken = self.fit(kind, num_tokens, num_left, waiting, context_tokens=context_tokens)
+        self._remaining_tokens -= self._limits.count_room(taken, context_tokens)
+        return taken
+
+    def fit(self, kind: RequestKind, num_tokens: int, num_left: int, waiting: Any, *, context_tokens: int = 0) -> int:
+        """Says how large a prefill's chunk would be now.
 
         Args:
             kind: Class of the request, no decode and not joining.
@@ -122,9 +128,7 @@ class PrefillChunks:
             # vLLM serves running prefills before it looks at waiting requests, whereas recompute goes first here.
             room -= self._count_recompute_ahead(waiting)
         room = limits.fit_chunk(room, context_tokens, self._block_size_tokens)
-        taken = max(0, min(num_tokens, room, limits.max_tokens_per_prefill))
-        self._remaining_tokens -= limits.count_room(taken, context_tokens)
-        return taken
+        return max(0, min(num_tokens, room, limits.max_tokens_per_prefill))
 
     def note_prefill(self, now_s: float) -> None:
         """Notes that an iteration computes prefill tokens."""

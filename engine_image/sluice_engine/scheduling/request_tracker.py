@@ -44,6 +44,7 @@ class TrackedRequest:
         first_token_s: When the client got its first token, on the same clock; None before it.
         pull_deadline_s: When a pull that has not started is given up.
         is_moved_in: Its KV came from another engine.
+        num_brought_tokens: Tokens of its prompt that another engine has computed as a first part; 0: none.
         selected_place: Its place among the prompts that the policy has selected; None: it has not.
         counted_tokens: Prefill tokens that the sums hold for it.
         counted_work: Attention work that the sums hold for it.
@@ -57,6 +58,7 @@ class TrackedRequest:
     first_token_s: float | None = None
     pull_deadline_s: float = 0.0
     is_moved_in: bool = False
+    num_brought_tokens: int = 0
     selected_place: int | None = None
     counted_tokens: int = 0
     counted_work: float = 0.0
@@ -189,7 +191,7 @@ class RequestTracker:
         if tracked.kind not in PREFILL_KINDS:
             self._count(tracked, 0, 0.0)
             return
-        context = tracked.request.num_computed_tokens
+        context = max(tracked.request.num_computed_tokens, tracked.num_brought_tokens)
         remaining = max(0, tracked.request.num_tokens - context)
         self._count(tracked, remaining, remaining * (context + remaining / 2))
 

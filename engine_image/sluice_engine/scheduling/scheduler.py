@@ -74,7 +74,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         self._grants = GrantTable(manager.block_pool)
         self._hand_offs = OutgoingHandOffs(self.connector, self.max_model_len)
         self._offers = KvOffers(self.connector, manager, self.block_size)
-        self._pulls = IncomingPulls(self.connector, self._tracker)
+        self._outbox = ReportOutbox()
+        self._pulls = IncomingPulls(self.connector, self._tracker, self._outbox.note_pulled, self.block_size)
         self._part_pulls = PartPulls(
             self.connector,
             manager,
@@ -96,7 +97,6 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         self._selection = PrefillSelection(self._tracker, self._kv_usage)
         self._timer = IterationTimer()
         self._phases = PhaseTracker(self._tracker)
-        self._outbox = ReportOutbox()
         self._prefixes = self.kv_event_publisher = PrefixRecorder()
         self._recorder = open_recorder(self.vllm_config.kv_transfer_config.engine_id)
         self._num_preemptions = 0
@@ -207,7 +207,10 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         restore_output(request, tracked.extras.output_token_ids)
         self._grants.claim(tracked.extras.grant_key, request.request_id)
         self._arrivals.forget(tracked.extras.grant_key)
-        tracked.kind = self._pulls.classify(tracked, now_s)
+        num_copied_tokens = self._grants.count_held(tracked.extras.grant_key) * self.block_size
+        tracked.kind = self._pulls.classify(tracked, now_s, num_copied_tokens)
+        if tracked.extras.is_first_part:
+            self._hand_offs.begin_first_part(request)
         self._tracker.add(tracked)
         self._outbox.note_submit(tracked.extras)
         if self._recorder is not None:
@@ -224,7 +227,20 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             # it would stand in the way of requests that need one token; its place is with the others that recompute.
             self._tracker.place(self._tracker.by_id[request.request_id])
             return False
-        return is_ready
+        return is_ready and not self._waits_for_room(request)
+
+    def _waits_for_room(self, request: Request) -> bool:
+        """Says whether a prompt whose first part has come would find no room in this iteration, and must be skipped.
+
+        It would stand in the way of requests that need one token.
+        """
+        tracked = self._tracker.by_id[request.request_id]
+        if not request.num_computed_tokens or tracked.kind is not RequestKind.STARTED_PREFILL:
+            return False
+        num_left, context_tokens = request.num_tokens - request.num_computed_tokens, request.num_computed_tokens
+        return not self._prefill_chunks.fit(
+            tracked.kind, num_left, num_left, self.waiting, context_tokens=context_tokens
+        )
 
     def _replay_grammar(self, request: Request) -> bool:
         try:
@@ -287,6 +303,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Hands out prefill room: vLLM calls this for every request before it gives it tokens."""
         tracked = self._tracker.by_id[request.request_id]
+        if tracked.kind is RequestKind.JOINING and tracked.num_brought_tokens:
+            self._pulls.finish(tracked, has_failed=False)  # what it would pull is in the prefix cache
         kind = tracked.kind
         if kind is RequestKind.DECODE or kind is RequestKind.JOINING:
             # Decodes are never cut; speculative decoding, the method's purpose, is refused. vLLM leaves out of the
@@ -312,6 +330,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         for tracked in batch.computing:
             if tracked.kind is RequestKind.JOINING and not tracked.is_moved_in:
                 self._pulls.finish(tracked, has_failed=False)  # there was nothing to wait for
+            if tracked.kind is RequestKind.NEW_PROMPT and tracked.extras.is_first_part:
+                self._moves.begin(tracked, self._kv_usage.count_blocks_of(tracked.request.request_id))
         settle_batch(batch, self._tracker)
         if batch.new_decodes and self._plan.policy.hands_off_prefills(self._plan.role):
             self._hand_off_prefills(batch)

@@ -42,9 +42,9 @@ def take_tokens(outputs: Any, sessions: SessionTable, now_s: float) -> list[str]
 
 def _take_output(request: RouterRequest, output: Any, sessions: SessionTable, now_s: float) -> bool:
     """Returns True if the request was handed off to nobody."""
-    if output.prefill_stats is not None:
+    if output.prefill_stats is not None and not request.brings_kv:
         request.num_cached_tokens = output.prefill_stats.num_local_cached_tokens
-    if output.new_token_ids:
+    if output.new_token_ids and not request.is_first_part:
         request.session.add_tokens(request, output.new_token_ids, output.new_logprobs)
     if output.finish_reason is None:
         return False

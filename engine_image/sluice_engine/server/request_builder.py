@@ -62,6 +62,10 @@ class VllmRequestBuilder:
         self._check_tokens("output_token_ids", extras.output_token_ids)
         self._check_lengths(submit)
         parameters = self._sampling_params(submit.sampling)
+        if submit.split_prompt_tokens:
+            # Other engines sample: here a token ends the part, and is void.
+            del prompt_token_ids[submit.split_prompt_tokens :]
+            parameters = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
         parameters.extra_args = extras.encode()
         return EngineCoreRequest(
             request_id=core_id,
@@ -90,6 +94,13 @@ class VllmRequestBuilder:
             raise SubmitRefusedError(
                 f"prompt_token_ids: {num_prompt} prompt and {num_output} output tokens leave no room for another one; "
                 f"the limit is {self._model.max_model_len} in all"
+            )
+        if submit.split_prompt_tokens and not self._config.cache_config.enable_prefix_caching:
+            raise SubmitRefusedError("split_prompt_tokens: this engine computes no parts of prompts")
+        if submit.split_prompt_tokens and (num_output or submit.split_prompt_tokens >= num_prompt):
+            raise SubmitRefusedError(
+                f"split_prompt_tokens: {submit.split_prompt_tokens} of {num_prompt} prompt tokens, after {num_output} "
+                "output tokens; the first part of a prompt is shorter than it, and before any output"
             )
         if num_output >= submit.sampling.max_tokens:
             raise SubmitRefusedError(

@@ -44,6 +44,8 @@ class RouterRequest:
         ended: How it ended while it was held, or where it is kept for another router; None while it runs.
         submit: How it came, where its client may resume it at another router; None: it may not.
         submitted_s: When that was.
+        is_first_part: It computes the first part of a prompt, and no token.
+        brings_kv: Its KV comes from another engine; parts that come ahead are found in the prefix cache.
     """
 
     session: RouterSession
@@ -59,6 +61,8 @@ class RouterRequest:
     ended: wire.Finished | None = None
     submit: wire.Submit | None = None
     submitted_s: float = 0.0
+    is_first_part: bool = False
+    brings_kv: bool = False
 
     @property
     def num_output_tokens(self) -> int:
@@ -207,13 +211,22 @@ class RouterSession:
     def open(self, core_id: str, submit: wire.Submit) -> RouterRequest:
         """Enters an accepted submit."""
         request = RouterRequest(
-            self, core_id, submit.request_id, submit.fence, submit.slot, len(submit.output_token_ids)
+            self,
+            core_id,
+            submit.request_id,
+            submit.fence,
+            submit.slot,
+            len(submit.output_token_ids),
+            is_first_part=submit.split_prompt_tokens > 0,
+            brings_kv=submit.HasField("kv"),
         )
         self.by_slot[submit.slot] = request
         self.sent_submit_number = submit.submit_number
-        if not submit.HasField("kv"):
-            num_tokens = len(submit.prompt_token_ids) + len(submit.output_token_ids)
-            self.unreported.append((submit.submit_number, num_tokens))
+        num_tokens = submit.split_prompt_tokens or len(submit.prompt_token_ids) + len(submit.output_token_ids)
+        num_left = num_tokens - submit.kv.num_tokens
+        # What moves while it decodes computes its next token only.
+        if not submit.HasField("kv") or (submit.kv.num_tokens and num_left > 1):
+            self.unreported.append((submit.submit_number, num_left))
         return request
 
     def drop(self, request: RouterRequest) -> None:

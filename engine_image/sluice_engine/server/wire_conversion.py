@@ -172,4 +172,5 @@ def request_extras(
         output_tokens_since_reset=submit.output_tokens_since_reset,
         is_recovery=submit.is_recovery,
         split_output_tokens=submit.split_output_tokens,
+        is_first_part=submit.split_prompt_tokens > 0,
     )

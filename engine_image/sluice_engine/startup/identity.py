@@ -19,6 +19,8 @@ from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from sluice.v1 import engine_pb2 as wire
+from sluice_core.strategies.interface import Need
+from sluice_engine.core_messages import CAPABILITIES
 from sluice_engine.emulation.emulated_gpu_profile import find_gpu
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def make_hello(settings: EngineSettings, config: VllmConfig, epoch: int) -> wire
         # Parts arrive in the prefix cache.
         pulls_parts=config.cache_config.enable_prefix_caching,
         model_id=settings.model_id,
+        cuts_prompts=Need.PARTS in CAPABILITIES and config.cache_config.enable_prefix_caching,
     )
 
 

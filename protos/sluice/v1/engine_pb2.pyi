@@ -312,6 +312,7 @@ class Submit(_message.Message):
     RESUME_KEY_FIELD_NUMBER: _builtins.int
     RESUME_STATE_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
+    SPLIT_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Number of the request on this stream, chosen by the router. It is free again after the slot's Finished, and for a
     hand-off after its release.
@@ -351,6 +352,11 @@ class Submit(_message.Message):
     resume_state: _builtins.bytes
     """What a router needs beside this message to go on with the answer (ResumeState in resume.proto); the engine does not
     read it, and keeps no more than 16 KiB. A longer one makes the request one that cannot be resumed.
+    """
+    split_prompt_tokens: _builtins.int
+    """Prompt tokens with which this engine's part of the request ends; 0: the whole prompt is computed here. The engine
+    computes these and no others. It sends no token and hands off when it has them, without being asked. When it begins,
+    it proposes the move (MOVE_CAUSE_SPLIT). Only to engines whose hello says cuts_prompts.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -396,10 +402,11 @@ class Submit(_message.Message):
         resume_key: _builtins.bytes = ...,
         resume_state: _builtins.bytes = ...,
         history: Global___RequestHistory | None = ...,
+        split_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "history", b"history", "kv", b"kv", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "age_s", b"age_s", "cache_salt", b"cache_salt", "fence", b"fence", "grant_id", b"grant_id", "history", b"history", "is_recovery", b"is_recovery", "kv", b"kv", "output_token_ids", b"output_token_ids", "output_tokens_since_reset", b"output_tokens_since_reset", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume_key", b"resume_key", "resume_state", b"resume_state", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s", "slot", b"slot", "split_output_tokens", b"split_output_tokens", "submit_number", b"submit_number", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s", "age_s", b"age_s", "cache_salt", b"cache_salt", "fence", b"fence", "grant_id", b"grant_id", "history", b"history", "is_recovery", b"is_recovery", "kv", b"kv", "output_token_ids", b"output_token_ids", "output_tokens_since_reset", b"output_tokens_since_reset", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume_key", b"resume_key", "resume_state", b"resume_state", "sampling", b"sampling", "since_first_token_s", b"since_first_token_s", "slot", b"slot", "split_output_tokens", b"split_output_tokens", "split_prompt_tokens", b"split_prompt_tokens", "submit_number", b"submit_number", "tpot_slo_s", b"tpot_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__since_first_token_s: _TypeAlias = _typing.Literal["since_first_token_s"]  # noqa: Y015
     _WhichOneofArgType__since_first_token_s: _TypeAlias = _typing.Literal["_since_first_token_s", b"_since_first_token_s"]  # noqa: Y015
@@ -425,7 +432,7 @@ class KvHandle(_message.Message):
     fingerprint: _builtins.str
     """Fingerprint of model, revision, dtype, block size, layout and vLLM version; must equal the reader's."""
     num_tokens: _builtins.int
-    """Tokens whose KV is complete: prompt + output - 1."""
+    """Tokens whose KV is complete: prompt + output - 1; fewer where another engine computed the prompt's first part alone."""
     transfer_params_json: _builtins.str
     """Transfer parameters of the connector, as JSON."""
     def __init__(
@@ -1005,6 +1012,7 @@ class EngineHello(_message.Message):
     PULLS_PARTS_FIELD_NUMBER: _builtins.int
     MODEL_ID_FIELD_NUMBER: _builtins.int
     RESUME_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    CUTS_PROMPTS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Pod uid, or the launcher's name."""
     epoch: _builtins.int
@@ -1039,6 +1047,8 @@ class EngineHello(_message.Message):
     """How long requests that their clients may resume go on without their router, in seconds. Routers keep to it too, for
     clients that are gone.
     """
+    cuts_prompts: _builtins.bool
+    """True: it computes the first part of a prompt alone, and goes on with a prompt whose first part is elsewhere."""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequest]:
         """Requests held from an earlier stream of this router, until it resumes or aborts them or their lease ends."""
@@ -1061,10 +1071,11 @@ class EngineHello(_message.Message):
         pulls_parts: _builtins.bool = ...,
         model_id: _builtins.str = ...,
         resume_timeout_s: _builtins.float = ...,
+        cuts_prompts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "held", b"held", "kv_bytes_per_token", b"kv_bytes_per_token", "max_batch_tokens", b"max_batch_tokens", "max_model_len_tokens", b"max_model_len_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "model_id", b"model_id", "prefix_root", b"prefix_root", "pulls_parts", b"pulls_parts", "resume_timeout_s", b"resume_timeout_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "cuts_prompts", b"cuts_prompts", "engine_id", b"engine_id", "epoch", b"epoch", "fingerprint", b"fingerprint", "held", b"held", "kv_bytes_per_token", b"kv_bytes_per_token", "max_batch_tokens", b"max_batch_tokens", "max_model_len_tokens", b"max_model_len_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "model_id", b"model_id", "prefix_root", b"prefix_root", "pulls_parts", b"pulls_parts", "resume_timeout_s", b"resume_timeout_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1294,7 +1305,9 @@ Global___KvOffer: _TypeAlias = KvOffer  # noqa: Y015
 
 @_typing.final
 class PartPulled(_message.Message):
-    """Answer to a PartPull, once the part has come or has failed."""
+    """Answer to a PartPull, once the part has come or has failed. Also sent once after a Submit that brings the first part of
+    a prompt and names a grant: from then on its KV is not needed where it was.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

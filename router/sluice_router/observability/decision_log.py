@@ -27,6 +27,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "placement": ("record",),
     "submitted": ("engine", "fence", "output_tokens", "is_recovery"),
     "split": ("source", "target", "output_tokens"),
+    "cut": ("source", "target", "prompt_tokens"),
+    "whole": ("engine",),
     "first_token": ("engine", "ttft_s", "predicted_ttft_s"),
     "proposed": ("engine", "cause", "output_tokens"),
     "blocked": ("engine", "cause", "reason"),

@@ -184,6 +184,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "placements": ("Prefills placed.", ("role", "reason")),
     "moves": ("Moves that ended.", ("cause", "result")),
     "kv_copies": ("Copies of KV made while their request went on where it was, by what became of them.", ("result",)),
+    "cut_prompts": ("Prompts that were cut between two engines, by what became of them.", ("result",)),
     "flow_blocked": ("Moves that did not begin.", ("cause", "reason")),
     "recoveries": ("Requests that went on elsewhere.", ("reason",)),
     "resumed": ("Requests that went on where they were after their engine's stream broke.", ()),

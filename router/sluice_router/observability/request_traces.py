@@ -34,6 +34,7 @@ _STEPS = {
     "submitted": "prefill",
     "first_token": "decode",
     "kept": "kv_wait",
+    "whole": "queue",
     "handed_off": "",
     "moved": "decode",
     "returned": "queue",
@@ -174,9 +175,12 @@ class _RequestTrace:
         self._to_unix_ns = to_unix_ns
         self._step: Span | None = self._start(arrival_s, "admission", {})
         self._move: Span | None = None
+        self._has_token = False
 
     def note(self, now: float, kind: str, fields: Mapping[str, Any]) -> None:
         """Takes an event."""
+        if kind == "first_token" or (kind == "adopted" and fields["output_tokens"]):
+            self._has_token = True
         if kind == "grant_asked":
             self._end_move(now, "superseded")
             self._move = self._start(now, "move", fields)
@@ -188,8 +192,10 @@ class _RequestTrace:
         elif kind in {"blocked", "abandoned", "lost"}:
             self._end_move(now, fields["reason"])
         if kind in _STEPS:
-            # What broke off may have been the prefill.
-            name = "prefill" if kind == "resumed" and not fields["output_tokens"] else _STEPS[kind]
+            name = _STEPS[kind]
+            # What broke off may have been the prefill, and what moved the first part of a prompt.
+            if (kind == "resumed" and not fields["output_tokens"]) or (kind == "moved" and not self._has_token):
+                name = "prefill"
             self._end_step(now)
             self._step = self._start(now, name, fields) if name else None
         if kind == "admitted":

@@ -57,6 +57,7 @@ class LiveRequest:
         moved_at_tokens: Output length at the last move.
         prompt_hashes: Hashes of its prompt, by the scheme of the engines, while it waits.
         route: Its parts, while the first one runs; empty: it is not split, or the next part runs.
+        is_whole: Its prompt is not cut again: the engine of its second part had no room for it.
         is_adopted: Another router had it first.
         num_adopted_tokens: Output tokens that it had then.
     """
@@ -91,6 +92,7 @@ class LiveRequest:
     moved_at_tokens: int
     prompt_hashes: dict[PrefixScheme, PromptHashes]
     route: tuple[Leg, ...]
+    is_whole: bool
     is_adopted: bool
     num_adopted_tokens: int
 
@@ -142,6 +144,7 @@ class LiveRequest:
         self.moved_at_tokens = 0
         self.prompt_hashes = {}
         self.route = ()
+        self.is_whole = False
         self.is_adopted = is_adopted
         self.num_adopted_tokens = num_adopted_tokens
 
@@ -153,7 +156,12 @@ class LiveRequest:
     @property
     def split_output_tokens(self) -> int:
         """Output tokens with which the part that runs is planned to end; 0: it is not."""
-        return self.route[0].end_token - len(self.new.prompt_token_ids) + 1 if self.route else 0
+        return max(0, self.route[0].end_token - len(self.new.prompt_token_ids) + 1) if self.route else 0
+
+    @property
+    def split_prompt_tokens(self) -> int:
+        """Prompt tokens with which the part that runs ends, where the prompt is cut; 0: it is not."""
+        return self.route[0].end_token if self.route and not self.split_output_tokens else 0
 
     @property
     def next_token_due_s(self) -> float:
@@ -267,6 +275,8 @@ class Migration:
         num_sent_tokens: Tokens of them that it knows.
         num_copied_tokens: Tokens from the request's first one on whose KV it has.
         submitted_s: When the request was submitted to the target.
+        is_cut: The source computes the first part of the prompt, and ends there by itself.
+        copied_s: When the last part came.
     """
 
     request: LiveRequest
@@ -281,6 +291,8 @@ class Migration:
     num_sent_tokens: int = 0
     num_copied_tokens: int = 0
     submitted_s: float = 0.0
+    is_cut: bool = False
+    copied_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -316,6 +328,8 @@ class ConnectedEngine:
         num_offers: Offers of KV asked for so far.
         offers: Migrations from here whose offer is asked for, by offer id.
         pulled_offers: Source and offer of the parts that are pulled here, by grant id.
+        copies_due: Cut prompts from here whose next blocks are asked for when this engine has made an iteration.
+        brought: Cut prompts submitted here that may still read the KV of their first part, by grant id.
         migrations_out: Migrations in flight from here.
         migrations_in: Migrations in flight to here.
         num_ended: Requests that finished or failed here.
@@ -354,6 +368,8 @@ class ConnectedEngine:
     num_offers: int = 0
     offers: dict[int, Migration] = field(default_factory=dict)
     pulled_offers: dict[int, tuple[ConnectedEngine, int]] = field(default_factory=dict)
+    copies_due: list[Migration] = field(default_factory=list)
+    brought: dict[int, Migration] = field(default_factory=dict)
     migrations_out: int = 0
     migrations_in: int = 0
     num_ended: int = 0

@@ -104,6 +104,7 @@ def _describe(pool: EnginePool, request: LiveRequest, held_s: float, turn: int =
         next_token_due_s=request.next_token_due_s,
         turn=turn,
         max_output_tokens=request.new.sampling.max_tokens,
+        is_whole=request.is_whole,
         cached_tokens=prefixes.find_cached(pool, request) if pool.prefixes else {},
     )
 
@@ -141,6 +142,7 @@ def _place(state: RouterState, request: LiveRequest, decision: Place, now: float
     )
     if request.route:
         first, second = request.route
-        state.decision_log.record(
-            now, request.request_id, "split", first.engine_id, second.engine_id, request.split_output_tokens
-        )
+        kind, num_tokens = "split", request.split_output_tokens
+        if request.split_prompt_tokens:
+            kind, num_tokens = "cut", request.split_prompt_tokens
+        state.decision_log.record(now, request.request_id, kind, first.engine_id, second.engine_id, num_tokens)

@@ -377,6 +377,10 @@ OWNERS: dict[str, tuple[str, str]] = {
     # LiveRequest: what happened to it
     "migration": ("moves/migration", ""),
     "kept_kv": ("moves/migration", ""),
+    "is_whole": ("moves/migration", ""),
+    "copied_s": ("moves/copy_progress moves/migration", "from the grant on, and with each part"),
+    "copies_due": ("moves/copy_progress", ""),
+    "brought": ("moves/migration", ""),
     "route": ("moves/migration placement", "a placement plans the parts, and a move ends the first one"),
     "num_hand_offs": ("moves/migration", ""),
     "reset_at_tokens": ("moves/migration", ""),
@@ -404,7 +408,7 @@ OWNERS: dict[str, tuple[str, str]] = {
     "offer_id": ("moves/kv_copies", ""),
     "num_parts": ("moves/kv_copies", ""),
     "num_sent_tokens": ("moves/kv_copies", ""),
-    "num_copied_tokens": ("moves/migration", ""),
+    "num_copied_tokens": ("moves/copy_progress", ""),
     "target": ("moves/migration", ""),
     # ConnectedEngine: what it says
     "last_heard_s": ("engines/engine_messages router", "each message; the router adds its own pauses"),

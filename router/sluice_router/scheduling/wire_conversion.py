@@ -32,6 +32,7 @@ def spec_from(hello: engine_pb2.EngineHello) -> EngineConfig:
         kv_bytes_per_token=hello.kv_bytes_per_token,
         max_num_seqs=hello.max_num_seqs,
         max_batch_tokens=hello.max_batch_tokens,
+        cuts_prompts=hello.cuts_prompts,
     )
 
 
@@ -179,6 +180,7 @@ def add_submit(
         is_recovery=kv is None and first_token_s is not None,
         cache_salt=new.cache_salt,
         split_output_tokens=request.split_output_tokens,
+        split_prompt_tokens=request.split_prompt_tokens,
     )
     if new.resume_key:
         _add_resumption(submit, request)

@@ -52,7 +52,7 @@ class SplitPlacement(LengthAwarePlacement):
     """Splits requests over pairs of engines; see the module. For the arguments see ``LengthAwarePlacement``.
 
     Args:
-        cuts_prompts: Prompts may be cut.
+        cuts_prompts: Prompts may be cut; None: where both engines of a pair can do their part.
         is_bound_to_sides: The pair is tried in the sides' order alone, for comparisons.
         fixed_token: Where every request is cut, for comparisons (DynaServe, Figure 5); 0: where the search says.
 
@@ -66,7 +66,7 @@ class SplitPlacement(LengthAwarePlacement):
         rng: random.Random,
         num_records: int = NUM_RECORDS,
         *,
-        cuts_prompts: bool = False,
+        cuts_prompts: bool | None = None,
         is_bound_to_sides: bool = False,
         fixed_token: int = 0,
     ) -> None:
@@ -155,9 +155,14 @@ class SplitPlacement(LengthAwarePlacement):
             first.clock,
             second.clock,
             num_steps=self.parameters.split_search_steps,
-            cuts_prompts=self._cuts_prompts,
+            cuts_prompts=self._may_cut_prompt(first.state, second.state, request),
         )
         return _Plan(first, second, split)
+
+    def _may_cut_prompt(self, first: EngineState, second: EngineState, request: PrefillRequest) -> bool:
+        if request.is_whole or self._cuts_prompts is not None:
+            return bool(self._cuts_prompts) and not request.is_whole
+        return first.config.cuts_prompts and second.config.cuts_prompts
 
     def _choose_first(self, plan: _Plan, request: PrefillRequest) -> _Server:
         """Choose where the request begins: on the second engine when the first part would be too short."""

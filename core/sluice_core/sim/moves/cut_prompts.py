@@ -3,7 +3,8 @@
 The second engine keeps blocks and a seat for the whole prompt from the placement on. The KV goes over the link as it is
 computed, or all in the end (``SimOptions.sends_parts``). The token with which the beginning ends is discarded.
 
-Source: DynaServe, sections 3.1 and 4.3. Engines of the product cannot do this.
+Source: DynaServe, sections 3.1 and 4.3. The product asks for room when the first part begins, and prefixes are reused:
+neither is simulated, so that prompts are cut only where that is asked for (``DynaServeRules.cuts_prompts``).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class SpecFields(ManifestModel):
     Sluice gives every engine engine.maxBatchTokens and sizes each iteration by what decodes can spare.
     EcoServe gives every engine engine.maxBatchTokens for iterations of prefills, in which decodes wait.
     DynaServe gives every engine engine.maxBatchTokens, sizes each iteration by its target for the time between tokens,
-    and splits an answer between two engines where that balances them.
+    and splits a request between two engines where that balances them.
     Disaggregated gives P-heavy engines engine.maxBatchTokens and D-heavy engines no prefills;
     docs/internals/strategies.md says how it follows DistServe. FlowPrefill uses them as given;
     the prompt whose TTFT objective ends first preempts others where an iteration ends, so smaller chunk sizes

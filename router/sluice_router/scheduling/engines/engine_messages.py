@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from sluice.v1 import engine_pb2
-from sluice_core.records import EngineId
+from sluice_core.records import EngineId, MoveCause
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_router.scheduling import plan, prefixes, token_delivery, wire_conversion
 from sluice_router.scheduling.entities import ConnectedEngine
-from sluice_router.scheduling.moves import drain, migration
+from sluice_router.scheduling.moves import copy_progress, drain, migration
 from sluice_router.scheduling.resumption import claims
 from sluice_router.scheduling.state import RouterState
 
@@ -59,9 +59,9 @@ def _handle_answers(
     for grant in message.grants:
         migration.handle_grant(state, engine, grant, now)
     for offer in message.kv_offers:
-        migration.handle_offer(state, engine, offer)
+        copy_progress.handle_offer(state, engine, offer)
     for part in message.parts_pulled:
-        migration.handle_part_pulled(state, engine, part, now)
+        copy_progress.handle_part_pulled(state, engine, part, now)
     for refused in message.hand_offs_refused:
         # The request may have ended by itself before the hand-off reached the engine.
         submission = token_delivery.look_up(engine, refused.slot)
@@ -73,7 +73,10 @@ def _handle_proposal(state: RouterState, engine: ConnectedEngine, proposal: engi
     """An engine proposes a move; one about a request that has ended meanwhile changes nothing."""
     submission = token_delivery.look_up(engine, proposal.slot)
     cause = wire_conversion.CAUSES.get(proposal.cause)
-    if submission is not None and submission.request is not None and submission.has_token and cause is not None:
+    if submission is None or submission.request is None or cause is None:
+        return
+    # The first part of a prompt has no token, and is proposed when it begins.
+    if submission.has_token or (cause is MoveCause.SPLIT and submission.request.split_prompt_tokens):
         migration.propose(state, submission, cause, now)
 
 
@@ -89,6 +92,7 @@ def _handle_load(state: RouterState, engine: ConnectedEngine, load: engine_pb2.L
     iteration = load.iteration
     if load.HasField("iteration") and iteration.number > engine.num_iterations:
         engine.num_iterations = iteration.number
+        copy_progress.copy_on(state, engine)
         if known and (iteration.num_chunks or iteration.number % LEARN_EVERY == 0):
             state.engines.table.observe_iteration(
                 engine_id, wire_conversion.shape_from(iteration), iteration.duration_s

@@ -29,24 +29,28 @@ COPY_TIMEOUT_S = Limit(
 def can_copy(move: Migration) -> bool:
     """Whether both engines copy in parts, there is a full block to begin with, and no end is planned ahead."""
     target, source = move.target, move.source.engine
+    num_tokens = move.request.split_prompt_tokens if move.is_cut else move.request.num_tokens
     return (
-        move.cause is not MoveCause.SPLIT  # the source must know its end before it comes there
+        # The source must know the end of a decode's part before it comes there.
+        (move.cause is not MoveCause.SPLIT or move.is_cut)
         and target is not None
         and target.pulls_parts
         and source.pulls_parts
-        and move.request.num_tokens > source.spec.block_size_tokens
+        and num_tokens > source.spec.block_size_tokens
     )
 
 
 def is_close(move: Migration) -> bool:
     """Whether what the target lacks is short enough to stop the stream for it, or copying on is of no use."""
     block_size_tokens = move.source.engine.spec.block_size_tokens
+    if move.is_cut:  # nothing is stopped for it: all full blocks are copied
+        return move.num_copied_tokens + block_size_tokens > move.request.split_prompt_tokens
     return is_copy_close(move.request.num_tokens, move.num_copied_tokens, move.num_parts, block_size_tokens)
 
 
 def is_late(limits: Limits, move: Migration, now: float) -> bool:
-    """Whether copying has taken too long."""
-    return now - move.started_s > limits[COPY_TIMEOUT_S]
+    """Whether copying has taken too long; that of a prompt lasts for as long as its first part makes progress."""
+    return now - (move.copied_s if move.is_cut else move.started_s) > limits[COPY_TIMEOUT_S]
 
 
 def ask_for_offer(outbox: RouterOutbox, move: Migration) -> None:

@@ -82,9 +82,10 @@ def ask_for_kept(state: RouterState, request: LiveRequest, kept: KeptKv, now: fl
     Returns:
         Why no grant was asked for; empty when one was.
     """
-    target, reason = _pick_target(state, request, kept.source.engine, MoveCause.PREFILL_DONE, now)
+    cause = MoveCause.SPLIT if request.split_prompt_tokens else MoveCause.PREFILL_DONE
+    target, reason = _pick_target(state, request, kept.source.engine, cause, now)
     if target is not None:
-        _ask_for_grant(state, request, kept.source, target, cause=MoveCause.PREFILL_DONE, now=now)
+        _ask_for_grant(state, request, kept.source, target, cause=cause, now=now)
     return reason
 
 
@@ -129,61 +130,25 @@ def handle_grant(state: RouterState, engine: ConnectedEngine, grant: engine_pb2.
         return
     if move.request.kept_kv is not None:
         state.decision_log.record(now, move.request.request_id, "granted", engine.engine_id, move.cause.value)
-        _submit_kept(state, move, move.request.kept_kv, engine, now)
+        submit_kept(state, move, move.request.kept_kv, engine, now)
         return
     state.decision_log.record(now, move.request.request_id, "granted", engine.engine_id, move.cause.value)
     if kv_copies.can_copy(move):
-        move.phase = MigrationPhase.COPYING
+        move.phase, move.copied_s = MigrationPhase.COPYING, now
         kv_copies.ask_for_offer(state.outbox, move)
     else:
-        _hand_off(state, move)
+        hand_off(state, move)
 
 
-def _hand_off(state: RouterState, move: Migration) -> None:
-    """Tells the source to end its part."""
+def hand_off(state: RouterState, move: Migration) -> None:
+    """Tells the source to end its part; the first part of a prompt ends by itself."""
     move.phase = MigrationPhase.HANDING_OFF
+    if move.is_cut:
+        return
     num_output_tokens = move.request.split_output_tokens if move.cause is MoveCause.SPLIT else 0
     state.outbox.message_to(move.source.engine).hand_offs.add(
         slot=move.source.slot, fence=move.request.fence, num_output_tokens=num_output_tokens
     )
-
-
-def handle_offer(state: RouterState, engine: ConnectedEngine, offer: engine_pb2.KvOffer) -> None:
-    """Takes a source's answer to a request for its blocks: the target pulls them; without any, the source hands off."""
-    move = kv_copies.take_offer(state.outbox, engine, offer)
-    if move is None:
-        return
-    if offer.reason:
-        _hand_off(state, move)  # which the source refuses, if the request does not run there
-    else:
-        kv_copies.pull(state.outbox, move, offer)
-
-
-def handle_part_pulled(state: RouterState, engine: ConnectedEngine, part: engine_pb2.PartPulled, now: float) -> None:
-    """Takes a target's answer to a part pull: the next part follows, or the hand-off."""
-    kv_copies.take_answer(state.outbox, engine, part.grant_id)
-    move = engine.grants.get(part.grant_id)
-    if move is None or move.phase is not MigrationPhase.COPYING:
-        return
-    if part.reason:
-        abandon(state, move, f"part_{part.reason}", now)
-        return
-    has_progressed = part.num_tokens > move.num_copied_tokens
-    move.num_copied_tokens = part.num_tokens
-    if has_progressed and not kv_copies.is_close(move):
-        kv_copies.ask_for_offer(state.outbox, move)
-        return
-    state.decision_log.record(
-        now,
-        move.request.request_id,
-        "copied",
-        move.source.engine.engine_id,
-        engine.engine_id,
-        move.cause.value,
-        move.num_copied_tokens,
-        move.num_parts,
-    )
-    _hand_off(state, move)
 
 
 def handle_hand_off_refused(state: RouterState, submission: Submission, reason: str, now: float) -> None:
@@ -203,6 +168,10 @@ def handle_handed_off(state: RouterState, submission: Submission, finished: engi
         dispatch.release(state.outbox, submission)
         return
     _check_complete(submission, request, finished)
+    if request.split_prompt_tokens:
+        _keep(state, submission, request, finished.kv, now)
+        _go_on_with_cut(state, request, now)
+        return
     if move is None or move.phase is not MigrationPhase.HANDING_OFF:
         _keep(state, submission, request, finished.kv, now)
         return
@@ -218,11 +187,26 @@ def handle_handed_off(state: RouterState, submission: Submission, finished: engi
     _submit(state, move, target, finished.kv, now)
 
 
+def _go_on_with_cut(state: RouterState, request: LiveRequest, now: float) -> None:
+    """Lets the target go on with a prompt whose first part has ended; without a grant yet, it is kept."""
+    move, kept = request.migration, request.kept_kv
+    assert kept is not None
+    if move is None or move.phase is MigrationPhase.GRANT_ASKED:
+        return
+    if move.target is None:
+        abandon(state, move, "target_lost", now)
+    elif move.grant_id not in move.target.pulled_offers:  # else with the part that is under way
+        kv_copies.give_up(move)
+        submit_kept(state, move, kept, move.target, now)
+
+
 def _submit(state: RouterState, move: Migration, target: ConnectedEngine, kv: engine_pb2.KvHandle, now: float) -> None:
     """Makes the target of a migration the owner of the request, which nobody owns."""
     request = move.request
     move.phase, move.submitted_s = MigrationPhase.SUBMITTED, now
     target.grants.pop(move.grant_id, None)
+    if move.is_cut:
+        target.brought[move.grant_id] = move
     _note_move(request, move.cause)
     dispatch.submit(state, request, target, now, kv=kv, grant_id=move.grant_id)
     state.decision_log.record(
@@ -237,7 +221,8 @@ def _submit(state: RouterState, move: Migration, target: ConnectedEngine, kv: en
     )
 
 
-def _submit_kept(state: RouterState, move: Migration, kept: KeptKv, target: ConnectedEngine, now: float) -> None:
+def submit_kept(state: RouterState, move: Migration, kept: KeptKv, target: ConnectedEngine, now: float) -> None:
+    """Lets the target of a migration go on with what waits for it."""
     move.request.kept_kv = None
     del state.requests.kept[move.request.request_id]
     _submit(state, move, target, kept.kv, now)
@@ -248,7 +233,7 @@ def _keep(
 ) -> None:
     """Lets a finished prefill, which its engine has handed off by itself, wait for an engine with room."""
     num_output = len(request.output_token_ids)
-    if num_output != 1:
+    if num_output != 1 and not request.split_prompt_tokens:
         raise EngineProtocolError(
             f"slot {submission.slot} was handed off after {num_output} tokens, and nobody had asked for it"
         )
@@ -285,6 +270,8 @@ def complete(state: RouterState, move: Migration, now: float) -> None:
     if move.num_parts:
         state.metrics.count("kv_copies", "used")
     request.num_hand_offs += 1
+    if move.is_cut:
+        state.metrics.count("cut_prompts", "moved")
     _close(state.outbox, move)
 
 
@@ -421,8 +408,16 @@ def _ask_for_grant(
     if cause is MoveCause.SPLIT:
         # What it will have where its part is planned to end.
         num_tokens = max(num_tokens, len(request.new.prompt_token_ids) + request.split_output_tokens + 1)
-    move = Migration(request=request, cause=cause, source=submission, target=target, grant_id=grant_id, started_s=now)
-    if request.kept_kv is None and kv_copies.can_copy(move):
+    move = Migration(
+        request=request,
+        cause=cause,
+        source=submission,
+        target=target,
+        grant_id=grant_id,
+        started_s=now,
+        is_cut=request.split_prompt_tokens > 0,
+    )
+    if request.kept_kv is None and not move.is_cut and kv_copies.can_copy(move):
         num_tokens += kv_copies.GROWTH_BLOCKS * target.spec.block_size_tokens
     request.migration = target.grants[grant_id] = move
     submission.engine.migrations_out += 1
@@ -454,11 +449,17 @@ def _note_move(request: LiveRequest, cause: MoveCause) -> None:
         request.reset_at_tokens = request.moved_at_tokens
 
 
+def make_whole(request: LiveRequest) -> None:
+    """Ends the plan of a prompt that was cut, for good."""
+    request.route, request.is_whole = (), True
+
+
 def _close(outbox: RouterOutbox, move: Migration) -> None:
     """Takes a migration out of the counts, and releases the KV if the source has handed off."""
     move.request.migration = None
     move.source.engine.migrations_out -= 1
     if move.target is not None:
         move.target.migrations_in -= 1
+        move.target.brought.pop(move.grant_id, None)
     if move.request.kept_kv is None:  # else it asks another engine for room
         dispatch.release(outbox, move.source)

@@ -197,6 +197,7 @@ def take_stray_hand_off(state: RouterState, submission: Submission, now: float) 
         or not request.is_adopted
         or (request.migration is not None and request.migration.phase is not MigrationPhase.GRANT_ASKED)
         or len(request.output_token_ids) == 1
+        or request.split_prompt_tokens
     ):
         return False
     submission.request, request.submission = None, None
