@@ -13,7 +13,7 @@ from sluice_core.sim.goodput import NoGoodputError, search_goodput
 from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.workload import PoissonWorkload
-from sluice_core.slo import DEFAULT_ATTAINMENT
+from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -23,7 +23,7 @@ from sluice_cli.local_cluster.reconcile.reconcile_steps import (
     next_step,
 )
 from sluice_core.records import EngineId, Role
-from sluice_core.slo import SloCounts
+from sluice_core.slo_attainment import SloCounts
 from sluice_operator.api import names
 from sluice_operator.api.manifest import ManifestError, parse_manifest
 from sluice_operator.api.sliders import Sliders, resolve_sliders, resolve_strategy

@@ -24,7 +24,7 @@ from sluice_core.sim.sim_setup import Arrival, Cell, RouterSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import TraceError, TraceRow, parse_trace
 from sluice_core.sim.workload import PoissonWorkload, scale_trace
-from sluice_core.slo import check_slo, compute_tpot_s
+from sluice_core.slo_attainment import check_slo, compute_tpot_s
 from sluice_core.strategies import STRATEGIES, get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
 
@@ -41,7 +41,7 @@ def simulation():
 
 
 def test_the_summary_counts_what_slo_arithmetic_says(simulation):
-    """``sluice_core.slo`` is the router's; the simulator must judge as it does."""
+    """``sluice_core.slo_attainment`` is the router's; the simulator must judge as it does."""
     summary = summarize(simulation)
     met = ttft = tpot = 0
     for request in simulation.requests:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice_core.records import Slo
-from sluice_core.slo import (
+from sluice_core.slo_attainment import (
     ATTAINMENT_WINDOW_S,
     NO_REQUESTS,
     AttainmentCounters,

@@ -12,7 +12,7 @@ from played_engines import import_vllm
 from sluice_engine.core_messages import FIRST_TOKEN_KEY, NUM_TOKENS_KEY, PulledPart, PullPartCommand
 from sluice_engine.kv_transfer.grants import GrantTable
 from sluice_engine.kv_transfer.kv_handles import MalformedHandleError
-from sluice_engine.kv_transfer.kv_lease import KV_LEASE_S
+from sluice_engine.kv_transfer.kv_transfer_timeouts import KV_LEASE_S
 
 BLOCK = 4
 NOW_S = 100.0

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.v1 import control_pb2
-from sluice_core.slo import ATTAINMENT_WINDOW_S, SloCounts
+from sluice_core.slo_attainment import ATTAINMENT_WINDOW_S, SloCounts
 from sluice_operator.routers.attainment import AttainmentWindow, format_share
 
 

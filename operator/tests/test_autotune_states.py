@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from autotune_harness import BOUNDS, COOLDOWN_S, ENGINE, FOR_LONG, FOR_SHORT, LONG, SHORT, SPECS, make_spec
 
-from sluice_core.slo import SloCounts
+from sluice_core.slo_attainment import SloCounts
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune import decision

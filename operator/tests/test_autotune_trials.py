@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from autotune_harness import BOUNDS, COOLDOWN_S, FOR_LONG, FOR_SHORT, LONG, SHORT, SPECS, Plant, best_for, make_spec
 
-from sluice_core.slo import SloCounts
+from sluice_core.slo_attainment import SloCounts
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.autotune import decision
 from sluice_operator.autotune.stored_sliders import StoredSliders, StoredTrial

@@ -10,7 +10,7 @@ from fake_kubernetes import make_cluster
 
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_core.records import Role
-from sluice_core.slo import SloCounts
+from sluice_core.slo_attainment import SloCounts
 from sluice_engine.errors import ModelRefusedError, RdmaError, SettingsError, UnsupportedVllmError
 from sluice_operator.api.condition_types import REASONS, ConditionType, Failure, Reason
 from sluice_operator.api.manifest import check_manifest

@@ -13,7 +13,7 @@ import pytest
 
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_core.records import EngineId, Role
-from sluice_core.slo import SloCounts
+from sluice_core.slo_attainment import SloCounts
 from sluice_operator.autoscaling.arrivals import ArrivalCounter
 from sluice_operator.routers.attainment import AttainmentWindow
 from sluice_operator.routers.engine_outcomes import EngineOutcomes, Outcomes

@@ -23,7 +23,7 @@ from test_conditions import FAILURES, QUOTA, RDMA, SECURITY, deployment, make_po
 
 from sluice.v1 import control_pb2
 from sluice_core.records import EngineId, Role
-from sluice_core.slo import SloCounts
+from sluice_core.slo_attainment import SloCounts
 from sluice_operator.api.condition_types import REASONS, ConditionType, Failure, Reason
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders

@@ -18,7 +18,7 @@ import pytest
 from recorded_steps import check_record
 
 from sluice.v1 import control_pb2
-from sluice_core.slo import SloCounts
+from sluice_core.slo_attainment import SloCounts
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune.engine_facts import COEFFICIENTS

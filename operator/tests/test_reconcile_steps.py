@@ -13,7 +13,7 @@ from test_planning_rules import POD
 
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_core.records import EngineId, Role
-from sluice_core.slo import SloCounts
+from sluice_core.slo_attainment import SloCounts
 from sluice_operator.api.condition_types import Failure, Reason
 from sluice_operator.api.labels import (
     DEFAULT_IMAGE_ANNOTATION,

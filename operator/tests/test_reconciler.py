@@ -13,7 +13,7 @@ from fake_kubernetes import make_cluster
 from test_conditions import find
 
 from sluice.v1 import control_pb2
-from sluice_core.slo import SloCounts
+from sluice_core.slo_attainment import SloCounts
 from sluice_operator.api.condition_types import Failure, Reason
 from sluice_operator.controller.cluster_state import DEFER_S
 from sluice_operator.controller.reconciler import DEGRADED_REQUEUE_S

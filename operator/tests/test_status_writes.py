@@ -10,7 +10,7 @@ import pytest
 from fake_kubernetes import FakeKubernetes
 from test_conditions import find
 
-from sluice_core.slo import SloCounts
+from sluice_core.slo_attainment import SloCounts
 from sluice_operator.api.names import ClusterKey
 from sluice_operator.controller.conditions import MAX_MESSAGE_CHARACTERS
 from sluice_operator.controller.status_step import MEASURE_INTERVAL_S, StatusWriter

@@ -9,7 +9,7 @@ import pytest
 from test_autotune_requests import make_status
 from tuner_harness import APPLY, FOUND, make_answer, make_samples
 
-from sluice_core.slo import SloCounts
+from sluice_core.slo_attainment import SloCounts
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders, resolve_sliders

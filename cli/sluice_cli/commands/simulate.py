@@ -25,7 +25,7 @@ from sluice_cli.output.console import make_console
 from sluice_cli.output.simulation_table import make_results_table
 from sluice_cli.simulation.cluster_spec import ClusterFlags, choose_cluster_spec
 from sluice_cli.simulation.seed_runs import SeedRun, make_simulation_report, simulate_seeds
-from sluice_core.slo import DEFAULT_ATTAINMENT
+from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 from sluice_core.strategies import STRATEGIES
 from sluice_operator.api.manifest import parse_manifest
 

@@ -9,7 +9,7 @@ import click
 
 from sluice_cli.simulation.plan_inputs import parse_range
 from sluice_core.planning.slider_space import PrefillHeavyBounds
-from sluice_core.slo import DEFAULT_ATTAINMENT
+from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 from sluice_core.strategies import get_strategy
 
 POSITIVE = click.FloatRange(min=0, min_open=True)

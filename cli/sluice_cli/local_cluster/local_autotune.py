@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from sluice.v1 import control_pb2
     from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
-    from sluice_core.slo import SloCounts
+    from sluice_core.slo_attainment import SloCounts
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.autotune.search_messages import SearchResult
     from sluice_operator.autotune.search_process import RunSearch

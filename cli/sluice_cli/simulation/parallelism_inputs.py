@@ -14,7 +14,7 @@ from sluice_core.planning.parallelism.phase_runs import PhaseWorkload
 from sluice_core.planning.parallelism.placement_search import PlacementProblem
 from sluice_core.planning.workload_shift import WorkloadMeans, estimate_means
 from sluice_core.records import Slo
-from sluice_core.slo import DEFAULT_ATTAINMENT
+from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

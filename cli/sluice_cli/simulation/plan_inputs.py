@@ -19,7 +19,7 @@ from sluice_core.planning.slider_space import (
     list_chunk_sizes,
 )
 from sluice_core.planning.trials import PlanningProblem
-from sluice_core.slo import DEFAULT_ATTAINMENT
+from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 from sluice_core.strategies import STRATEGIES, get_strategy
 from sluice_operator.api.field_types import percent
 

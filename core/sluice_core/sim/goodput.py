@@ -14,7 +14,7 @@ from sluice_core.sim.metrics import RunSummary, summarize
 from sluice_core.sim.sim_setup import Cell
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.workload import PoissonWorkload
-from sluice_core.slo import DEFAULT_ATTAINMENT
+from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 
 GOODPUT_PRECISION = 0.02
 _GROWTH = 1.6

@@ -9,7 +9,7 @@ from sluice_core.records import NOTHING_CACHED, EngineId, PrefillRequest, Reques
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.sim_setup import Arrival
-from sluice_core.slo import MET_NOTHING, SloOutcome, check_slo, compute_tpot_s, is_tpot_met
+from sluice_core.slo_attainment import MET_NOTHING, SloOutcome, check_slo, compute_tpot_s, is_tpot_met
 
 
 class RequestState(IntEnum):

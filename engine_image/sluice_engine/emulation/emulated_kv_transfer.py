@@ -25,7 +25,7 @@ from sluice_core.kv_copy_rules import count_tail_tokens
 from sluice_engine.core_messages import NUM_TOKENS_KEY
 from sluice_engine.emulation.emulated_gpu_profile import find_gpu, read_settings
 from sluice_engine.kv_transfer.kv_handles import read_handle, read_offer
-from sluice_engine.kv_transfer.kv_lease import KV_LEASE_S
+from sluice_engine.kv_transfer.kv_transfer_timeouts import KV_LEASE_S
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

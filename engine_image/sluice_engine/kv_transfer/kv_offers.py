@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from sluice_engine.core_messages import FIRST_TOKEN_KEY, NUM_TOKENS_KEY, OfferAnswer
-from sluice_engine.kv_transfer.kv_lease import KV_LEASE_S
+from sluice_engine.kv_transfer.kv_transfer_timeouts import KV_LEASE_S
 from sluice_engine.kv_transfer.outgoing_hand_offs import find_halt
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from sluice_engine.core_messages import FIRST_TOKEN_KEY, NUM_TOKENS_KEY, PulledPart
 from sluice_engine.kv_transfer.kv_handles import MalformedHandleError
-from sluice_engine.kv_transfer.kv_lease import KV_LEASE_S
+from sluice_engine.kv_transfer.kv_transfer_timeouts import LONGEST_READ_S
 
 if TYPE_CHECKING:
     from sluice_engine.core_messages import PullPartCommand
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 # Ends the name of a read among the requests that the connector's worker knows.
 READ_MARK = "@part"
-# A read that took longer is void: its source may have ended the lease and filled the blocks with something else.
-LONGEST_READ_S = KV_LEASE_S / 2
 
 
 @dataclass(slots=True)

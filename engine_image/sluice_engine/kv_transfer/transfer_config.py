@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sluice_engine.kv_transfer import nixl_progress
-from sluice_engine.kv_transfer.kv_lease import KV_LEASE_S
+from sluice_engine.kv_transfer.kv_transfer_timeouts import KV_LEASE_S
 
 CONNECTOR = "SluiceConnector"
 CONNECTOR_MODULE = "sluice_engine.kv_transfer.nixl_connector"

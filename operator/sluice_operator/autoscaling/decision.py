@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sluice_core.planning.demand_forecast import DemandForecast
+from sluice_operator.autoscaling.scale_down_window import MOST_KEEP_S, choose_down_window_s
 
 if TYPE_CHECKING:
     from sluice_core.planning.capacity_curve import CapacityCurve
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 BACKLOG_S = 30.0
 # Recommendations are remembered at most once in so long.
 RECORD_INTERVAL_S = 5.0
-# An engine that is not needed is kept for as long as a new one takes to start, within these bounds.
-LEAST_KEEP_S, MOST_KEEP_S = 90.0, 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +86,6 @@ class ScalerState:
     active_s: float = 0.0
     recommendations: tuple[tuple[float, int], ...] = ()
     replicas: int | None = None
-
-
-def choose_down_window_s(start_s: float) -> float:
-    """Chooses how long an engine stays that is not needed: by then it has cost what a new start would cost."""
-    return min(max(start_s, LEAST_KEEP_S), MOST_KEEP_S)
 
 
 def decide(state: ScalerState, observation: ScalerObservation) -> ScalerState:

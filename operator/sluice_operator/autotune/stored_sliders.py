@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from sluice_core.slo import SloCounts
+from sluice_core.slo_attainment import SloCounts
 from sluice_core.strategies import get_strategy
 from sluice_operator.api.sliders import Sliders
 

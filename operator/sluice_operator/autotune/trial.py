@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sluice_operator.autotune.tuner_state import AutotuneTrial, TunerObservation, TunerState
 
 if TYPE_CHECKING:
-    from sluice_core.slo import SloCounts
+    from sluice_core.slo_attainment import SloCounts
     from sluice_operator.api.sliders import Sliders
 
 # Fewer finished requests measure nothing.

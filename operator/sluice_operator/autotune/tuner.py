@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sluice.v1 import control_pb2
-    from sluice_core.slo import SloCounts
+    from sluice_core.slo_attainment import SloCounts
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
     from sluice_operator.api.sliders import Sliders
     from sluice_operator.autotune.condition import AutotuneStatus

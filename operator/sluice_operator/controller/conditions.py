@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sluice_core.slo import SloCounts
+from sluice_core.slo_attainment import SloCounts
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import REASONS, ConditionType, Failure, Reason
 from sluice_operator.routers.engine_reports import find_refused_engines

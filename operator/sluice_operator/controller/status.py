@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sluice_core.records import Role
-from sluice_core.slo import SloCounts
+from sluice_core.slo_attainment import SloCounts
 from sluice_core.strategies import get_strategy
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import ConditionType, Reason

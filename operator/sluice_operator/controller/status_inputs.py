@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from sluice.v1 import control_pb2, plan_pb2
     from sluice_core.records import EngineId
-    from sluice_core.slo import SloCounts
+    from sluice_core.slo_attainment import SloCounts
     from sluice_operator.api.condition_types import Failure
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.autoscaling.condition import ScaleStatus

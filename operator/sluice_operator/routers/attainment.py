@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sluice_core.slo import NO_REQUESTS, SloCounts, SloWindow
+from sluice_core.slo_attainment import NO_REQUESTS, SloCounts, SloWindow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

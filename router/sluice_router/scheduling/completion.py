@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice.v1 import sampling_pb2
-from sluice_core.slo import MET_NOTHING, RequestEnd, SloOutcome, check_slo, compute_tpot_s
+from sluice_core.slo_attainment import MET_NOTHING, RequestEnd, SloOutcome, check_slo, compute_tpot_s
 from sluice_router.errors import OverloadError, OwnerLimitError, RequestError, RouterError, TakenOverError
 from sluice_router.observability.metrics import RouterMetrics
 from sluice_router.owner_limits.usage_window import count_computed

@@ -18,7 +18,7 @@ from sluice_core.records import EngineId, Plan, RequestId
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.fair_share import FairShare
 from sluice_core.scheduling.prefix_index import PrefixIndex
-from sluice_core.slo import AttainmentCounters
+from sluice_core.slo_attainment import AttainmentCounters
 from sluice_core.strategies.interface import RouterPolicy
 from sluice_router.errors import RouterError
 from sluice_router.limit_type import Limits

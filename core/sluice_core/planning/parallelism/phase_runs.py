@@ -30,7 +30,7 @@ from sluice_core.sim.sim_setup import (
 )
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import TraceRow
-from sluice_core.slo import DEFAULT_ATTAINMENT
+from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 from sluice_core.strategies.disaggregated import DISAGGREGATED
 from sluice_core.strategy_parameters import StrategyParameters
 

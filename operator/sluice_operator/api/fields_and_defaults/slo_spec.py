@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from sluice_core.slo import DEFAULT_ATTAINMENT
+from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 from sluice_operator.api.field_types import Label, ManifestModel, Percentage
 
 

@@ -1,4 +1,4 @@
-"""Fields of containers, rendered: resources, environment, init containers. ``pod_defaults`` has what pods share."""
+"""Renders fields of containers: resources, environment, init containers."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from sluice_operator.api.ports import ENGINE_PORT, METRICS_PORT
 from sluice_operator.kubernetes.quantities import add_bytes
 from sluice_operator.resources.command_lines import EngineSite, render_engine_command, render_engine_environment
 from sluice_operator.resources.pods import (
+    common_pod_fields,
     container_fields,
     image_pull,
-    pod_defaults,
     pod_placement,
     probes,
     rdma,
@@ -79,13 +79,18 @@ def render_engine_pod(cluster: ServingCluster, image: str, gpu_resource_name: st
             "annotations": {},
         },
         "spec": {
-            **pod_defaults.render_pod_defaults(
+            **common_pod_fields.render_common_pod_fields(
                 spec.engine.service_account_name or names.name_workload(name, names.ENGINE),
                 spec.engine.drain_timeout_seconds,
             ),
             "topologySpreadConstraints": pod_placement.render_topology_spread(labels),
             "containers": [container],
-            "volumes": [*model.volumes, pod_defaults.TMP_VOLUME, {"name": SHARED_MEMORY, "emptyDir": memory}, *volumes],
+            "volumes": [
+                *model.volumes,
+                common_pod_fields.TMP_VOLUME,
+                {"name": SHARED_MEMORY, "emptyDir": memory},
+                *volumes,
+            ],
             **image_pull.render_pull_secrets(spec.engine),
             **pod_placement.render_placement(spec.engine),
         },

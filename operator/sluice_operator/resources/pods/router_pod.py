@@ -19,9 +19,9 @@ from sluice_operator.api.model_identity import identify_model
 from sluice_operator.api.ports import CONTROL_PORT, ENGINE_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
 from sluice_operator.resources.command_lines import RouterSite, render_router_command
 from sluice_operator.resources.pods import (
+    common_pod_fields,
     container_fields,
     image_pull,
-    pod_defaults,
     pod_placement,
     probes,
     security_context,
@@ -76,13 +76,13 @@ def render_router_pod(cluster: ServingCluster, image: str, control_name: str) ->
     template: Object = {
         "metadata": {"labels": {**label_child(name, names.ROUTER), MODEL_LABEL: identify_model(spec.model)}},
         "spec": {
-            **pod_defaults.render_pod_defaults(
+            **common_pod_fields.render_common_pod_fields(
                 spec.router.service_account_name or names.name_workload(name, names.ROUTER),
                 spec.router.drain_timeout_seconds,
             ),
             "topologySpreadConstraints": pod_placement.render_topology_spread(labels),
             "containers": [container],
-            "volumes": [*model.volumes, pod_defaults.TMP_VOLUME, plan, *volumes],
+            "volumes": [*model.volumes, common_pod_fields.TMP_VOLUME, plan, *volumes],
             **image_pull.render_pull_secrets(spec.router),
             **pod_placement.render_placement(spec.router),
         },

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 TMP_VOLUME: Object = {"name": "tmp", "emptyDir": {}}
 
 
-def render_pod_defaults(service_account: str, drain_s: int) -> Object:
+def render_common_pod_fields(service_account: str, drain_s: int) -> Object:
     """Renders the defaults of every pod: no token, no environment of Services, no privileges, time to end.
 
     Args:
