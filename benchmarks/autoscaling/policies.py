@@ -59,7 +59,7 @@ class ScalerPolicy:
     start_s: float
     max_replicas: int
     min_replicas: int = 1
-    down_window_s: float = 300.0
+    down_window_s: float | None = None
     state: ScalerState = field(default_factory=ScalerState)
 
     def choose(self, view: FleetView) -> int:

@@ -1,4 +1,8 @@
-"""What rate to expect when an engine that is started now serves: the trend; ``demand_headroom`` says how much more."""
+"""What rate to expect when an engine that is started now serves, and what rate to plan engines for.
+
+A burst above or below the hour's mean fades: the longer an engine takes to start, the less of it is expected to last.
+With a long start the hour's mean, its growth, and a headroom over both decide; with a short one the last minute does.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,17 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.demand_headroom import compute_headroom, remember_error
+from sluice_core.planning.demand_headroom import FIRST_HEADROOM, compute_headroom, remember_error
 
 BIN_S = 15.0  # arrivals are counted in bins of so long
-LEVEL_S = 150.0  # what arrives now is the mean of so long: a shorter one wavers, and each wave would cost engines
-JUMP_S = 60.0  # unless the last of it is higher, beyond what comes by chance
-_JUMP_RATIO = 1.2
+MINUTE_S = 60.0  # what arrives now is the mean of so long
+HOUR_S = 3600.0  # what usually arrives is the mean of so long: a shorter one wavers, and each wave costs engines
+FADE_S = 100.0  # of a minute's distance from the hour's mean, 1 / e is left after so long
+_TREND_S = 1500.0  # growth is that of so long
+_MOST_GROWTH = 1.5  # growth says no more than that of the hour's mean
+_SHORT_SHARE = 0.1  # share of the moments at which what is planned may be too little
+_WINDOW_S = 300.0  # where a shortage lasts longer, for want of engines that start, it has to be as much rarer
 _CHANCE = 4.0  # standard deviations of requests that come at random
-_LEAST_TREND_S = 1200.0  # a trend is that of so long, or of so many times as long as it reaches ahead
-_TREND_LEADS = 3.0
-_MOST_TREND_S = 1800.0
-_MOST_GROWTH = 1.5  # a trend says no more than that of what comes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +30,7 @@ class DemandForecast:
 
     Args:
         lead_s: How far ahead forecasts reach: as long as an engine takes to start.
-        quantile: Share of the moments at which the forecast, with its headroom, is to suffice.
+        short_share: Share of the moments at which what is planned may be too little, of leads up to five minutes.
         counts: Arrivals of each whole bin of ``BIN_S``, the newest last.
         bin_start_s: When the bin under way began; None: nothing was counted yet.
         bin_count: Arrivals of it.
@@ -35,7 +39,7 @@ class DemandForecast:
     """
 
     lead_s: float
-    quantile: float = 0.97
+    short_share: float = _SHORT_SHARE
     counts: tuple[float, ...] = ()
     bin_start_s: float | None = None
     bin_count: float = 0.0
@@ -52,50 +56,62 @@ class DemandForecast:
         # What a late call brings is spread over the bins since.
         share = (self.bin_count + num_arrived) / num_bins
         found = replace(self, bin_start_s=self.bin_start_s + num_bins * BIN_S, bin_count=0.0)
-        for _ in range(min(num_bins, int(_MOST_TREND_S / BIN_S))):
+        for _ in range(min(num_bins, int(HOUR_S / BIN_S))):
             found = _close_bin(found, share)
         return found
 
     @property
-    def level_rps(self) -> float:
-        """Arrivals per second now: the mean of ``LEVEL_S``, or of ``JUMP_S`` where the rate has jumped."""
-        level = _mean(self.counts[-int(LEVEL_S / BIN_S) :])
-        last = self.counts[-int(JUMP_S / BIN_S) :]
-        expected = level * len(last)
-        chance = _CHANCE / math.sqrt(expected) if expected > 0.0 else 0.0
-        has_jumped = _mean(last) > level * max(_JUMP_RATIO, 1.0 + chance)
-        return (_mean(last) if has_jumped else level) / BIN_S
+    def minute_rps(self) -> float:
+        """Arrivals per second now: the mean of ``MINUTE_S``."""
+        return _mean(self.counts[-int(MINUTE_S / BIN_S) :]) / BIN_S
 
     @property
     def forecast_rps(self) -> float:
-        """Arrivals per second to expect within ``lead_s``: now's, or more where they grow."""
-        num_bins = int(min(max(_LEAST_TREND_S, _TREND_LEADS * self.lead_s), _MOST_TREND_S) / BIN_S)
-        recent = self.counts[-num_bins:]
-        level = self.level_rps
-        if len(recent) < num_bins // 2:
-            return level
-        slope = _compute_slope(recent) / BIN_S / BIN_S
-        # The level is that of half its time ago. What falls may stop falling: that is for the next forecast to see.
-        return min(level + max(slope, 0.0) * (self.lead_s + LEVEL_S / 2.0), _MOST_GROWTH * level)
+        """Arrivals per second to expect in ``lead_s``: the hour's and its growth, and what lasts of a burst."""
+        usual = _mean(self.counts) / BIN_S
+        recent = self.counts[-int(_TREND_S / BIN_S) :]
+        if len(recent) >= int(_TREND_S / BIN_S) // 2:
+            # The mean is that of half its time ago. What falls may stop falling: that is for the next forecast to see.
+            slope = max(_compute_slope(recent), 0.0) / BIN_S / BIN_S
+            reach_s = self.lead_s + len(self.counts) * BIN_S / 2.0
+            usual = min(usual + slope * reach_s, _MOST_GROWTH * usual)
+        return usual + math.exp(-self.lead_s / FADE_S) * (self.minute_rps - usual)
+
+    @property
+    def quantile(self) -> float:
+        """Share of the moments at which what is planned is to suffice."""
+        return 1.0 - self.short_share * min(1.0, _WINDOW_S / max(self.lead_s, 1.0))
 
     @property
     def headroom(self) -> float:
         """What forecasts are multiplied with."""
         return compute_headroom(self.errors, self.quantile)
 
+    @property
+    def planned_rps(self) -> float:
+        """Arrivals per second to have engines for: the forecast with headroom, or what arrives where it has jumped.
+
+        It has jumped where the last minute had more than was planned for, beyond what comes by chance.
+        """
+        planned = self.forecast_rps * self.headroom
+        expected = planned * MINUTE_S
+        if self.minute_rps * MINUTE_S > expected + _CHANCE * math.sqrt(expected):
+            return self.minute_rps * FIRST_HEADROOM
+        return planned
+
 
 def _close_bin(demand: DemandForecast, count: float) -> DemandForecast:
     """Close a bin: compare what came with what was forecast, and forecast anew."""
-    found = replace(demand, counts=(*demand.counts, count)[-int(_MOST_TREND_S / BIN_S) :])
+    found = replace(demand, counts=(*demand.counts, count)[-int(HOUR_S / BIN_S) :])
     horizon = max(1, math.ceil(demand.lead_s / BIN_S))
     due, errors = demand.due, demand.errors
     if len(due) >= horizon and due[0] > 0.0:
-        errors = remember_error(errors, found.level_rps / due[0])
+        errors = remember_error(errors, found.minute_rps / due[0])
     return replace(found, due=(*due, found.forecast_rps)[-horizon:], errors=errors)
 
 
 def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
+    return math.fsum(values) / len(values) if values else 0.0
 
 
 def _compute_slope(values: Sequence[float]) -> float:

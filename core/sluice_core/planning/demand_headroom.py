@@ -10,7 +10,7 @@ from collections.abc import Sequence
 _MOST_HEADROOM = 1.5  # what no forecast foresees is not covered by engines that wait for it
 _KEPT_ERRORS = 720
 _ENOUGH_ERRORS = 40
-_FIRST_HEADROOM = 1.2  # until so many errors are known
+FIRST_HEADROOM = 1.2  # until so many errors are known, and over what has jumped
 
 
 def remember_error(errors: tuple[float, ...], error: float) -> tuple[float, ...]:
@@ -26,7 +26,7 @@ def compute_headroom(errors: Sequence[float], quantile: float) -> float:
         quantile: Share of the moments at which the product is to suffice.
     """
     if len(errors) < _ENOUGH_ERRORS:
-        return _FIRST_HEADROOM
+        return FIRST_HEADROOM
     ordered = sorted(errors)
     enough = ordered[min(int(quantile * len(ordered)), len(ordered) - 1)]
     return min(max(1.0, enough), _MOST_HEADROOM)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 BACKLOG_S = 30.0
 # Recommendations are remembered at most once in so long.
 RECORD_INTERVAL_S = 5.0
+# An engine that is not needed is kept for as long as a new one takes to start, within these bounds.
+LEAST_KEEP_S, MOST_KEEP_S = 90.0, 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class ScalerObservation:
         min_replicas: ``autoscaling.minReplicas``.
         max_replicas: ``autoscaling.maxReplicas``.
         up_window_s: ``autoscaling.scaleUp.stabilizationWindowSeconds``.
-        down_window_s: ``autoscaling.scaleDown.stabilizationWindowSeconds``.
+        down_window_s: ``autoscaling.scaleDown.stabilizationWindowSeconds``; None: see ``choose_down_window_s``.
         least_serving: Fewest engines that can serve at all.
         is_trial: Whether sliders are on trial: fewer engines would spoil what is measured, so none leave.
     """
@@ -51,9 +53,19 @@ class ScalerObservation:
     min_replicas: int
     max_replicas: int
     up_window_s: float = 0.0
-    down_window_s: float = 300.0
+    down_window_s: float | None = None
     least_serving: int = 1
     is_trial: bool = False
+
+    @property
+    def keep_s(self) -> float:
+        """How long an engine stays that is not needed."""
+        return choose_down_window_s(self.start_s) if self.down_window_s is None else self.down_window_s
+
+    @property
+    def idle_s(self) -> float:
+        """How long the last engines stay that have nothing to do."""
+        return MOST_KEEP_S if self.down_window_s is None else self.down_window_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +89,11 @@ class ScalerState:
     replicas: int | None = None
 
 
+def choose_down_window_s(start_s: float) -> float:
+    """Chooses how long an engine stays that is not needed: by then it has cost what a new start would cost."""
+    return min(max(start_s, LEAST_KEEP_S), MOST_KEEP_S)
+
+
 def decide(state: ScalerState, observation: ScalerObservation) -> ScalerState:
     """Decides the number of engines."""
     now = observation.now
@@ -89,7 +106,7 @@ def decide(state: ScalerState, observation: ScalerObservation) -> ScalerState:
     active_s = now if new or observation.num_inside else state.active_s
     state = replace(state, demand=demand, num_arrived=observation.num_arrived, active_s=active_s)
     wanted = count_wanted(state, observation)
-    kept = max(observation.up_window_s, observation.down_window_s)
+    kept = max(observation.up_window_s, observation.keep_s)
     state = replace(state, recommendations=_remember(state.recommendations, now, wanted, kept))
     return replace(state, replicas=_stabilize(state, observation, wanted))
 
@@ -103,12 +120,12 @@ def is_idle(state: ScalerState, observation: ScalerObservation) -> bool:
     """Whether nothing arrived or ran for the scale-down window; of a fleet of none, whether nothing waits now."""
     if not observation.replicas:
         return not observation.num_inside
-    return observation.now - state.active_s >= observation.down_window_s and not observation.num_inside
+    return observation.now - state.active_s >= observation.idle_s and not observation.num_inside
 
 
 def compute_rate_rps(state: ScalerState, observation: ScalerObservation) -> float:
     """Computes the rate that engines are wanted for: what is expected, with headroom, and what waits."""
-    return state.demand.forecast_rps * state.demand.headroom + observation.num_waiting / BACKLOG_S
+    return state.demand.planned_rps + observation.num_waiting / BACKLOG_S
 
 
 def count_wanted(state: ScalerState, observation: ScalerObservation) -> int:
@@ -141,8 +158,8 @@ def _stabilize(state: ScalerState, observation: ScalerObservation, wanted: int) 
     if is_idle(state, observation):
         # No more were needed for the window, whatever was wanted for what might have come.
         return wanted
-    recent = [number for at_s, number in state.recommendations if at_s > now - observation.down_window_s]
-    is_old = now - state.began_s >= observation.down_window_s
+    recent = [number for at_s, number in state.recommendations if at_s > now - observation.keep_s]
+    is_old = now - state.began_s >= observation.keep_s
     return _clamp(min(max([*recent, wanted]), replicas) if is_old else replicas, observation)
 
 
@@ -168,7 +185,7 @@ def explain(state: ScalerState, observation: ScalerObservation, replicas: int) -
     if observation.capacity is None:
         return "what engines serve is not known yet; the number is kept within its bounds"
     return (
-        f"{state.demand.level_rps:.2f} requests/s arrive and {observation.num_waiting} wait; with headroom "
+        f"{state.demand.minute_rps:.2f} requests/s arrive and {observation.num_waiting} wait; with headroom "
         f"{compute_rate_rps(state, observation):.2f} requests/s are planned for while an engine starts "
         f"({observation.start_s:.0f} s); {replicas} engines serve "
         f"{observation.capacity.estimate_goodput_rps(replicas):.2f}"

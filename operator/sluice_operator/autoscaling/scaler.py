@@ -230,7 +230,7 @@ class Scaler:
             min_replicas=scaling.min_replicas,
             max_replicas=scaling.max_replicas,
             up_window_s=float(scaling.scale_up.stabilization_window_seconds),
-            down_window_s=float(scaling.scale_down.stabilization_window_seconds),
+            down_window_s=scaling.scale_down.stabilization_window_seconds,
             least_serving=count_least_serving(inputs.cluster.spec),
             is_trial=inputs.is_trial,
         )

@@ -22,8 +22,9 @@ class ScaleUpSpec(ManifestModel):
 class ScaleDownSpec(ManifestModel):
     """When engines leave."""
 
-    stabilization_window_seconds: StabilizationSeconds = 300
-    """Engines leave when no more were wanted within this time. An idle cluster keeps its last ones for as long."""
+    stabilization_window_seconds: StabilizationSeconds | None = None
+    """Engines leave when no more were wanted within this time. An idle cluster keeps its last ones for as long. When
+    absent: as long as engines take to start, from 90 to 300 s; 300 s for the last ones."""
 
 
 class AutoscalingSpec(ManifestModel):
