@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from sluice_core.planning.demand_forecast import BIN_S, DemandForecast
+from sluice_core.planning.demand_forecast import BIN_S, FADE_S, HOUR_S, DemandForecast
 
 
 def feed(demand: DemandForecast, rates_rps) -> DemandForecast:
@@ -24,33 +24,58 @@ def feed(demand: DemandForecast, rates_rps) -> DemandForecast:
     return demand
 
 
+NUM_HOUR_BINS = round(HOUR_S / BIN_S)
+
+
 def test_a_steady_rate_is_forecast_as_it_is():
     demand = feed(DemandForecast(lead_s=120.0), [4.0] * 100)
-    assert demand.level_rps == pytest.approx(4.0)
+    assert demand.minute_rps == pytest.approx(4.0)
     assert demand.forecast_rps == pytest.approx(4.0)
     assert demand.headroom == pytest.approx(1.0)
+    assert demand.planned_rps == pytest.approx(4.0)
 
 
-def test_growth_is_carried_on_for_as_long_as_an_engine_takes_to_start():
-    """0.01 requests/s more in each second, for 120 s beyond the middle of the last 150 s."""
-    demand = feed(DemandForecast(lead_s=120.0), [20.0 + 0.15 * number for number in range(40)])
-    assert demand.level_rps == pytest.approx(20.0 + 0.15 * 34.5)
-    assert demand.forecast_rps == pytest.approx(demand.level_rps + 0.15 / BIN_S * (120.0 + 75.0))
+@pytest.mark.parametrize("lead_s", [0.0, 30.0, 120.0, 600.0])
+def test_of_a_minute_so_much_lasts_as_engines_start_fast(lead_s):
+    """A minute of half the rate falls: no growth, and a distance from the mean that fades."""
+    demand = feed(DemandForecast(lead_s=lead_s), [8.0] * (NUM_HOUR_BINS - 4) + [4.0] * 4)
+    usual = 8.0 - 4.0 * 4 / NUM_HOUR_BINS
+    assert demand.minute_rps == pytest.approx(4.0)
+    assert demand.forecast_rps == pytest.approx(usual + math.exp(-lead_s / FADE_S) * (4.0 - usual))
 
 
-def test_a_trend_needs_a_history_and_has_a_limit():
-    few = feed(DemandForecast(lead_s=600.0), [1.0, 2.0, 4.0])
-    assert few.forecast_rps == few.level_rps
-    steep = feed(DemandForecast(lead_s=600.0), [0.1 * number for number in range(60)])
-    assert steep.forecast_rps == pytest.approx(1.5 * steep.level_rps)
+def test_growth_is_carried_on_from_the_middle_of_the_hour():
+    """0.01 requests/s more in each second: from half an hour ago until an engine serves in ten minutes."""
+    demand = feed(DemandForecast(lead_s=600.0), [20.0 + 0.01 * BIN_S * number for number in range(NUM_HOUR_BINS)])
+    usual = 20.0 + 0.01 * BIN_S * (NUM_HOUR_BINS - 1) / 2
+    grown = min(usual + 0.01 * (600.0 + 1800.0), 1.5 * usual)
+    assert demand.forecast_rps == pytest.approx(grown + math.exp(-6.0) * (demand.minute_rps - grown))
+
+
+def test_growth_needs_a_history_and_has_a_limit():
+    few = feed(DemandForecast(lead_s=6000.0), [1.0, 2.0, 4.0])
+    assert few.forecast_rps == pytest.approx(7.0 / 3.0)
+    steep = feed(DemandForecast(lead_s=6000.0), [0.1 * number for number in range(60)])
+    assert steep.forecast_rps == pytest.approx(1.5 * 2.95)
+
+
+def test_an_hour_without_growth_is_forecast_at_its_mean():
+    demand = feed(DemandForecast(lead_s=6000.0), [9.0 - 0.01 * number for number in range(100)])
+    assert demand.forecast_rps == pytest.approx(9.0 - 0.495)
 
 
 def test_headroom_is_what_forecasts_lacked():
-    """Bursts that no trend foresees are learned: after an hour the headroom covers most of them."""
+    """Bursts that nothing foresees are learned: after an hour the headroom covers eight moments in nine."""
     assert DemandForecast(lead_s=60.0).headroom == pytest.approx(1.2)
-    burst = [4.0] * 16 + [6.0] * 8
-    demand = feed(DemandForecast(lead_s=60.0, quantile=0.9), burst * 12)
+    demand = feed(DemandForecast(lead_s=60.0), ([4.0] * 16 + [6.0] * 8) * 12)
     assert 1.1 < demand.headroom < 1.5
+    short = sum(error > demand.headroom for error in demand.errors)
+    assert short <= 0.11 * len(demand.errors)
+
+
+@pytest.mark.parametrize(("lead_s", "quantile"), [(0.0, 0.89), (30.0, 0.89), (300.0, 0.89), (600.0, 0.945), (3000.0, 0.989)])
+def test_a_shortage_that_lasts_longer_than_five_minutes_has_to_be_as_much_rarer(lead_s, quantile):
+    assert DemandForecast(lead_s=lead_s).quantile == pytest.approx(quantile)
 
 
 def test_one_jump_does_not_cost_headroom_for_hours():
@@ -58,10 +83,18 @@ def test_one_jump_does_not_cost_headroom_for_hours():
     assert demand.headroom <= 1.5
 
 
-def test_a_jump_counts_within_a_minute_and_chance_does_not():
-    steady = feed(DemandForecast(lead_s=30.0), [9.0] * 40)
-    assert feed(steady, [18.0] * 4).level_rps == pytest.approx(18.0)
-    assert feed(steady, [10.0] * 4).level_rps == pytest.approx(9.4)
+@pytest.mark.parametrize("lead_s", [30.0, 600.0])
+def test_a_jump_is_planned_for_within_a_minute_and_chance_is_not(lead_s):
+    steady = feed(DemandForecast(lead_s=lead_s), [9.0] * 400)
+    assert feed(steady, [27.0] * 4).planned_rps == pytest.approx(1.2 * 27.0)
+    assert feed(steady, [10.0] * 4).planned_rps < 1.1 * 10.0
+
+
+def test_what_has_arrived_for_five_minutes_is_planned_for_however_low_the_hour_was():
+    hour = [9.0] * 140 + [12.0] * 40 + [9.0] * 40 + [11.0] * 20
+    demand = feed(DemandForecast(lead_s=120.0, short_share=0.5), hour)
+    assert demand.forecast_rps * demand.headroom < 10.5
+    assert demand.planned_rps == pytest.approx(11.0)
 
 
 def test_a_late_call_spreads_what_it_brings():
@@ -73,8 +106,8 @@ def test_a_late_call_spreads_what_it_brings():
 class PlainForecast:
     """The same, read literally: all arrivals are kept, and everything is computed anew from whole bins."""
 
-    def __init__(self, lead_s: float, quantile: float) -> None:
-        self.lead_s, self.quantile = lead_s, quantile
+    def __init__(self, lead_s: float, short_share: float) -> None:
+        self.lead_s, self.short_share = lead_s, short_share
         self.bins: list[float] = []
         self.forecasts: list[float] = []  # made when the bin of that number was over
         self.errors: list[float] = []
@@ -89,7 +122,7 @@ class PlainForecast:
         num_over = math.floor((now - self.begun_s) / BIN_S)
         if num_over:
             share = self.open_count / num_over
-            for _ in range(min(num_over, 120)):  # half an hour
+            for _ in range(min(num_over, 240)):  # an hour
                 self.close(share)
             self.open_count = 0.0
             self.begun_s += num_over * BIN_S
@@ -99,40 +132,42 @@ class PlainForecast:
         # A forecast is due when as many bins are over as an engine takes to start.
         due = len(self.bins) - 1 - max(1, math.ceil(self.lead_s / BIN_S))
         if due >= 0 and self.forecasts[due] > 0.0:
-            self.errors.append(self.level() / self.forecasts[due])
+            self.errors.append(self.minute() / self.forecasts[due])
         self.forecasts.append(self.forecast())
 
-    def level(self) -> float:
-        if not self.bins:
-            return 0.0
-        usual = statistics.fmean(self.bins[-10:])  # 150 s
-        minute = self.bins[-4:]
-        expected = usual * len(minute)
-        by_chance = 4.0 * expected**0.5
-        has_jumped = sum(minute) > max(expected + by_chance, 1.2 * expected)
-        return (statistics.fmean(minute) if has_jumped else usual) / BIN_S
+    def minute(self) -> float:
+        return statistics.fmean(self.bins[-4:]) / BIN_S if self.bins else 0.0
 
     def forecast(self) -> float:
-        reach = int(min(max(1200.0, 3.0 * self.lead_s), 1800.0) / BIN_S)
-        recent = self.bins[-120:][-reach:]
-        if len(recent) < reach // 2:
-            return self.level()
-        slope = statistics.linear_regression(range(len(recent)), recent).slope / BIN_S**2
-        return min(self.level() + max(0.0, slope) * (self.lead_s + 75.0), 1.5 * self.level())
+        hour = self.bins[-240:]
+        if not hour:
+            return 0.0
+        usual, recent = statistics.fmean(hour) / BIN_S, hour[-100:]  # 25 minutes
+        if len(recent) >= 50:
+            slope = max(0.0, statistics.linear_regression(range(len(recent)), recent).slope / BIN_S**2)
+            usual = min(usual * 1.5, usual + slope * (self.lead_s + len(hour) * BIN_S / 2.0))
+        lasts = math.e ** -(self.lead_s / 100.0)
+        return lasts * self.minute() + (1.0 - lasts) * usual
 
     def headroom(self) -> float:
         kept = sorted(self.errors[-720:])
         if len(kept) < 40:
             return 1.2
-        return min(1.5, max(1.0, kept[min(int(self.quantile * len(kept)), len(kept) - 1)]))
+        quantile = 1.0 - self.short_share * (1.0 if self.lead_s <= 300.0 else 300.0 / self.lead_s)
+        return min(1.5, max(1.0, kept[min(int(quantile * len(kept)), len(kept) - 1)]))
+
+    def planned(self) -> float:
+        planned = max(self.forecast() * self.headroom(), statistics.fmean(self.bins[-20:] or [0.0]) / BIN_S)
+        has_jumped = 60.0 * self.minute() > 60.0 * planned + 4.0 * (60.0 * planned) ** 0.5
+        return 1.2 * self.minute() if has_jumped else planned
 
 
 @pytest.mark.parametrize("lead_s", [0.0, 20.0, 900.0, 2400.0])
-@pytest.mark.parametrize("quantile", [0.5, 0.9])
-def test_forecasts_are_as_a_plain_reading_of_all_arrivals_has_them(lead_s, quantile):
-    rng = random.Random(f"{lead_s} {quantile}")
-    demand, plain, now = DemandForecast(lead_s=lead_s, quantile=quantile), PlainForecast(lead_s, quantile), 3.0
-    rate_rps = 4.0
+@pytest.mark.parametrize("short_share", [0.5, 0.1])
+def test_forecasts_are_as_a_plain_reading_of_all_arrivals_has_them(lead_s, short_share):
+    rng = random.Random(f"{lead_s} {short_share}")
+    demand, plain, now = DemandForecast(lead_s=lead_s, short_share=short_share), PlainForecast(lead_s, short_share), 3.0
+    rate_rps, jumps = 4.0, []
     for step in range(1900):
         now += 2500.0 if step == 1500 else rng.choice((BIN_S / 3, BIN_S / 2, BIN_S, 4 * BIN_S))
         rate_rps = min(max(rate_rps * rng.uniform(0.9, 1.115), 0.0 if step % 500 < 20 else 0.5), 40.0)
@@ -140,7 +175,11 @@ def test_forecasts_are_as_a_plain_reading_of_all_arrivals_has_them(lead_s, quant
         demand = demand.count(now, arrived)
         plain.count(now, arrived)
         if step % 7 == 0 or step < 50:
-            assert demand.level_rps == pytest.approx(plain.level(), abs=1e-9)
+            assert demand.minute_rps == pytest.approx(plain.minute(), abs=1e-9)
             assert demand.forecast_rps == pytest.approx(plain.forecast(), rel=1e-9, abs=1e-9)
             assert demand.headroom == pytest.approx(plain.headroom(), rel=1e-9)
+            assert demand.planned_rps == pytest.approx(plain.planned(), rel=1e-9, abs=1e-9)
+            jumps.append(demand.planned_rps == 1.2 * demand.minute_rps)
     assert len(plain.errors) > 720
+    assert not all(jumps)
+    assert short_share > 0.1 or any(jumps)

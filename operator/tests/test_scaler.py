@@ -32,15 +32,15 @@ async def test_recommend_writes_the_status_and_changes_no_engine() -> None:
 
 async def test_apply_follows_the_load_up_at_once_and_down_after_the_window() -> None:
     scaled = Scaled()
-    await scaled.run(300.0, 1.0)
+    await scaled.run(330.0, 1.0)
     up = await scaled.run(120.0, 9.0)
     assert up == sorted(up)
     assert up[-1] >= 6
     assert sorted(set(scaled.world.roles.values())) == ["d-heavy", "p-heavy"]
     assert scaled.condition == ("True", "Sized")
-    down = await scaled.run(285.0, 1.0)
-    assert set(down) == {up[-1]}
-    assert (await scaled.run(300.0, 1.0))[-1] == 1
+    down = await scaled.run(115.0, 1.0)
+    assert set(down) == {up[-1]}, "engines start in 120 s, and stay for as long"
+    assert (await scaled.run(1500.0, 1.0))[-1] == 1
     spec = scaled.world.kubernetes.find(CLUSTERS, "tiny")["spec"]
     assert spec["replicas"] == 2, "the spec is the user's"
 
@@ -54,7 +54,7 @@ async def test_a_new_process_goes_on_with_the_number_and_with_what_engines_serve
     scaled.world.routers.samples = []
     assert set(await scaled.run(250.0, 1.0)) == {size}, "what it has not watched for the window takes no engine away"
     assert scaled.world.deployment()["spec"] == spec
-    assert (await scaled.run(400.0, 1.0))[-1] == 1, "the stored goodputs say what one engine serves"
+    assert (await scaled.run(600.0, 1.0))[-1] == 1, "the stored goodputs say what one engine serves"
 
 
 async def test_a_crash_after_any_write_ends_with_the_engines_that_are_needed() -> None:
@@ -262,7 +262,7 @@ async def test_sliders_of_the_new_size_are_in_force_with_it() -> None:
     await scaled.run(60.0, 1.0)
     before = scaled.world.plan
     assert {part.chunk_size_tokens for part in before.engines} == {64, 512}, "on another size, not on this one"
-    await scaled.run(120.0, 9.0)
+    await scaled.run(120.0, 12.0)
     assert scaled.wanted >= 6
     assert {part.chunk_size_tokens for part in scaled.world.plan.engines} == {2048, 32}
 

@@ -23,6 +23,7 @@ OBSERVATION = ScalerObservation(
     start_s=60.0,
     min_replicas=1,
     max_replicas=10,
+    down_window_s=300.0,
 )
 STEP_S = 5.0
 
@@ -57,7 +58,7 @@ def test_more_engines_are_asked_for_at_once():
 def test_fewer_engines_are_asked_for_when_no_more_were_wanted_for_the_window():
     scaler = Watched()
     scaler.watch(6.0, 600.0)
-    sizes = scaler.watch(1.2, 900.0)
+    sizes = scaler.watch(1.2, 3600.0)
     assert set(sizes[: round(300.0 / STEP_S)]) == {4}
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] == 1
@@ -130,12 +131,29 @@ def test_a_router_that_is_gone_takes_no_requests_back():
     scaler.watch(6.0, 600.0)
     scaler.observation = replace(scaler.observation, num_arrived=10.0)
     assert set(scaler.watch(6.0, 60.0)) == {4}
-    assert scaler.state.demand.level_rps == pytest.approx(6.0, rel=0.2)
+    assert scaler.state.demand.minute_rps == pytest.approx(6.0, rel=0.2)
 
 
-def test_the_quantile_of_the_headroom_is_kept_from_the_beginning():
-    state = ScalerState(demand=replace(ScalerState().demand, quantile=0.5))
-    assert decide(decide(state, OBSERVATION), OBSERVATION).demand.quantile == 0.5
+def test_the_share_of_short_moments_is_kept_from_the_beginning():
+    state = ScalerState(demand=replace(ScalerState().demand, short_share=0.5))
+    assert decide(decide(state, OBSERVATION), OBSERVATION).demand.short_share == 0.5
+
+
+@pytest.mark.parametrize(("start_s", "keep_s"), [(10.0, 90.0), (150.0, 150.0), (900.0, 300.0)])
+def test_an_engine_that_is_not_needed_stays_for_as_long_as_a_new_one_takes_to_start(start_s, keep_s):
+    """Of two, the second is wanted once more for what waits; after that it stays for so long."""
+    scaler = Watched(start_s=start_s, down_window_s=None, replicas=2)
+    scaler.watch(0.2, 1200.0)
+    scaler.watch(0.2, STEP_S, num_waiting=90, num_inside=90)
+    assert scaler.state.replicas == 2
+    sizes = scaler.watch(0.2, 600.0, num_waiting=0, num_inside=0)
+    assert sizes.index(1) == round(keep_s / STEP_S) - 1
+
+
+def test_the_last_engine_of_an_idle_cluster_stays_for_five_minutes_however_fast_a_new_one_starts():
+    scaler = Watched(start_s=10.0, down_window_s=None, min_replicas=0, replicas=1)
+    scaler.watch(0.4, 600.0)
+    assert scaler.watch(0.0, 600.0).index(0) == round(300.0 / STEP_S) - 1
 
 
 def test_no_engine_leaves_while_sliders_are_on_trial_and_more_come():
@@ -185,7 +203,7 @@ class PlainScaler:
             self.active_s = seen.now
         self.num_arrived = seen.num_arrived
         bounded = partial(clamp, seen=seen)
-        is_idle = not seen.num_inside and (seen.replicas == 0 or seen.now - self.active_s >= seen.down_window_s)
+        is_idle = not seen.num_inside and (seen.replicas == 0 or seen.now - self.active_s >= settle_s(seen))
         wanted = seen.min_replicas if is_idle else self.want(state, seen, bounded)
         self.wanted.append((seen.now, wanted))
         if seen.replicas == 0:
@@ -195,8 +213,8 @@ class PlainScaler:
             return bounded(seen.replicas)
         if not is_up and is_idle:
             return wanted
-        window_s = seen.up_window_s if is_up else seen.down_window_s
-        if seen.now - self.began_s < window_s:
+        window_s = seen.up_window_s if is_up else down_window_s(seen)
+        if seen.now - self.began_s < (seen.up_window_s if is_up else settle_s(seen)):
             return bounded(seen.replicas)
         recent = [number for at_s, number in self.wanted if at_s > seen.now - window_s] + [wanted]
         return bounded(max(min(recent), seen.replicas) if is_up else min(max(recent), seen.replicas))
@@ -204,10 +222,20 @@ class PlainScaler:
     def want(self, state: ScalerState, seen: ScalerObservation, bounded) -> int:
         if seen.capacity is None:
             return bounded(max(seen.replicas, 1))
-        rate_rps = state.demand.forecast_rps * state.demand.headroom + seen.num_waiting / 30.0
+        rate_rps = state.demand.planned_rps + seen.num_waiting / 30.0
         sizes = range(1, max(seen.max_replicas, 1))
         enough = [number for number in sizes if seen.capacity.estimate_goodput_rps(number) >= rate_rps]
         return bounded(1 if rate_rps <= 0.0 else enough[0] if enough else seen.max_replicas)
+
+
+def down_window_s(seen: ScalerObservation) -> float:
+    """The manifest's, or what an engine takes to start, within bounds."""
+    return sorted((90.0, seen.start_s, 300.0))[1] if seen.down_window_s is None else seen.down_window_s
+
+
+def settle_s(seen: ScalerObservation) -> float:
+    """The manifest's, or five minutes."""
+    return 300.0 if seen.down_window_s is None else seen.down_window_s
 
 
 def clamp(number: int, *, seen: ScalerObservation) -> int:
@@ -226,7 +254,7 @@ def test_the_scaler_decides_as_a_plain_reading_has_it(seed: int) -> None:
         min_replicas=rng.choice((0, 1, 3)),
         max_replicas=rng.choice((3, 8, 20)),
         up_window_s=rng.choice((0.0, 40.0, 180.0)),
-        down_window_s=rng.choice((0.0, 100.0, 300.0)),
+        down_window_s=rng.choice((None, 0.0, 100.0, 300.0)),
         start_s=rng.choice((20.0, 300.0)),
         least_serving=rng.choice((1, 1, 2)),
         capacity=rng.choice((None, CURVE, CapacityCurve(((1, 1.0), (4, 6.0))))),
@@ -252,7 +280,7 @@ def test_the_scaler_decides_as_a_plain_reading_has_it(seed: int) -> None:
         if rng.random() < 0.9:
             seen = replace(seen, replicas=state.replicas)
     # What is remembered does not grow with the calls.
-    assert len(state.recommendations) <= 2 * max(seen.up_window_s, seen.down_window_s) / 5.0 + 40
+    assert len(state.recommendations) <= 2 * max(seen.up_window_s, down_window_s(seen)) / 5.0 + 40
 
 
 def test_arrivals_count_from_the_first_look_on_and_reach_as_far_as_a_start() -> None:

@@ -19,8 +19,8 @@ HOUR_S = 3600.0  # what usually arrives is the mean of so long: a shorter one wa
 FADE_S = 100.0  # of a minute's distance from the hour's mean, 1 / e is left after so long
 _TREND_S = 1500.0  # growth is that of so long
 _MOST_GROWTH = 1.5  # growth says no more than that of the hour's mean
-_SHORT_SHARE = 0.1  # share of the moments at which what is planned may be too little
-_WINDOW_S = 300.0  # where a shortage lasts longer, for want of engines that start, it has to be as much rarer
+_SHORT_SHARE = 0.11  # share of the moments at which what is planned may be too little
+_WINDOW_S = 300.0  # shortages that last longer, for want of engines that start, have to be as much rarer
 _CHANCE = 4.0  # standard deviations of requests that come at random
 
 
@@ -89,11 +89,12 @@ class DemandForecast:
 
     @property
     def planned_rps(self) -> float:
-        """Arrivals per second to have engines for: the forecast with headroom, or what arrives where it has jumped.
+        """Arrivals per second to have engines for: the forecast with headroom, but no less than what arrives.
 
-        It has jumped where the last minute had more than was planned for, beyond what comes by chance.
+        That is the mean of the last five minutes; or that of the last minute, and more, where it has jumped: it had more
+        than was planned for, beyond what comes by chance.
         """
-        planned = self.forecast_rps * self.headroom
+        planned = max(self.forecast_rps * self.headroom, _mean(self.counts[-int(_WINDOW_S / BIN_S) :]) / BIN_S)
         expected = planned * MINUTE_S
         if self.minute_rps * MINUTE_S > expected + _CHANCE * math.sqrt(expected):
             return self.minute_rps * FIRST_HEADROOM

@@ -64,7 +64,7 @@ class ScalerObservation:
 
     @property
     def idle_s(self) -> float:
-        """How long the last engines stay that have nothing to do."""
+        """How long the last engines stay that have nothing to do, and every engine after a beginning."""
         return MOST_KEEP_S if self.down_window_s is None else self.down_window_s
 
 
@@ -159,7 +159,7 @@ def _stabilize(state: ScalerState, observation: ScalerObservation, wanted: int) 
         # No more were needed for the window, whatever was wanted for what might have come.
         return wanted
     recent = [number for at_s, number in state.recommendations if at_s > now - observation.keep_s]
-    is_old = now - state.began_s >= observation.keep_s
+    is_old = now - state.began_s >= observation.idle_s
     return _clamp(min(max([*recent, wanted]), replicas) if is_old else replicas, observation)
 
 
