@@ -65,15 +65,15 @@ def test_an_hour_without_growth_is_forecast_at_its_mean():
 
 
 def test_headroom_is_what_forecasts_lacked():
-    """Bursts that nothing foresees are learned: after an hour the headroom covers eight moments in nine."""
+    """Bursts that nothing foresees are learned: after an hour the headroom covers nine moments in ten."""
     assert DemandForecast(lead_s=60.0).headroom == pytest.approx(1.2)
     demand = feed(DemandForecast(lead_s=60.0), ([4.0] * 16 + [6.0] * 8) * 12)
     assert 1.1 < demand.headroom < 1.5
     short = sum(error > demand.headroom for error in demand.errors)
-    assert short <= 0.11 * len(demand.errors)
+    assert short <= 0.1 * len(demand.errors)
 
 
-@pytest.mark.parametrize(("lead_s", "quantile"), [(0.0, 0.89), (30.0, 0.89), (300.0, 0.89), (600.0, 0.945), (3000.0, 0.989)])
+@pytest.mark.parametrize(("lead_s", "quantile"), [(0.0, 0.9), (30.0, 0.9), (300.0, 0.9), (600.0, 0.95), (3000.0, 0.99)])
 def test_a_shortage_that_lasts_longer_than_five_minutes_has_to_be_as_much_rarer(lead_s, quantile):
     assert DemandForecast(lead_s=lead_s).quantile == pytest.approx(quantile)
 

@@ -19,7 +19,7 @@ HOUR_S = 3600.0  # what usually arrives is the mean of so long: a shorter one wa
 FADE_S = 100.0  # of a minute's distance from the hour's mean, 1 / e is left after so long
 _TREND_S = 1500.0  # growth is that of so long
 _MOST_GROWTH = 1.5  # growth says no more than that of the hour's mean
-_SHORT_SHARE = 0.11  # share of the moments at which what is planned may be too little
+_SHORT_SHARE = 0.1  # share of the moments at which what is planned may be too little
 _WINDOW_S = 300.0  # shortages that last longer, for want of engines that start, have to be as much rarer
 _CHANCE = 4.0  # standard deviations of requests that come at random
 
@@ -91,8 +91,8 @@ class DemandForecast:
     def planned_rps(self) -> float:
         """Arrivals per second to have engines for: the forecast with headroom, but no less than what arrives.
 
-        That is the mean of the last five minutes; or that of the last minute, and more, where it has jumped: it had more
-        than was planned for, beyond what comes by chance.
+        That is the mean of the last five minutes; or more than that of the last minute, where it has jumped: where it
+        had more than was planned for, beyond what comes by chance.
         """
         planned = max(self.forecast_rps * self.headroom, _mean(self.counts[-int(_WINDOW_S / BIN_S) :]) / BIN_S)
         expected = planned * MINUTE_S
