@@ -27,6 +27,8 @@ from sluice_core.records import Slo
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from benchmarks.autoscaling.policies import Policy
+
 # As ``run`` searches them: Qwen2.5-32B on an A100, TaiChi, TTFT 2 s, TPOT 100 ms, 90 %.
 CAPACITY = CapacityCurve(((2, 2.71), (4, 5.35), (8, 11.02), (16, 22.70)))
 
@@ -49,31 +51,13 @@ class DecisionFigures:
 
 
 def follow(policy: ScalerPolicy, counts: Sequence[int], start_s: float) -> DecisionFigures:
-    """Has a policy decide about a fleet whose requests are served at once.
-
-    Args:
-        policy: Decides.
-        counts: Arrivals of each ``TICK_S``.
-        start_s: From being asked for until it serves.
-    """
-    serving = CAPACITY.count_engines(sum(counts[: int(WINDOW_S / TICK_S)]) / WINDOW_S, 1, MOST_ENGINES)
-    starting: list[float] = []
-    num_arrived, engine_s = 0, 0.0
+    """Has a policy decide about a fleet whose requests are served at once; arguments as ``list_sizes``."""
+    engine_s = could = came = 0.0
     margins: list[float] = []
-    could = came = 0.0
-    for number, count in enumerate(counts):
-        now = number * TICK_S
-        num_arrived += count
-        wanted = policy.choose(_view(now, num_arrived, serving, serving + len(starting)))
-        starting += [now + start_s] * (wanted - serving - len(starting))
-        # Those that start go first, as in the fleet.
-        while starting and serving + len(starting) > wanted:
-            starting.pop()
-        serving = min(serving, wanted) + sum(ready_s <= now for ready_s in starting)
-        starting = [ready_s for ready_s in starting if ready_s > now]
-        engine_s += (serving + len(starting)) * TICK_S
+    for number, (serving, starting) in enumerate(list_sizes(policy, counts, start_s)):
+        engine_s += (serving + starting) * TICK_S
         could += CAPACITY.estimate_goodput_rps(serving) * TICK_S
-        came += count
+        came += counts[number]
         if (number + 1) % int(WINDOW_S / TICK_S) == 0:
             margins.append(could / max(came, 1.0))
             could = came = 0.0
@@ -83,6 +67,32 @@ def follow(policy: ScalerPolicy, counts: Sequence[int], start_s: float) -> Decis
         short_windows=sum(margin < 1.0 for margin in margins),
         least_margin=min(margins),
     )
+
+
+def list_sizes(policy: Policy, counts: Sequence[int], start_s: float) -> list[tuple[int, int]]:
+    """Lists how many engines serve and how many start, after each ``TICK_S``.
+
+    Args:
+        policy: Decides.
+        counts: Arrivals of each ``TICK_S``.
+        start_s: From being asked for until it serves.
+    """
+    serving = CAPACITY.count_engines(sum(counts[: int(WINDOW_S / TICK_S)]) / WINDOW_S, 1, MOST_ENGINES)
+    starting: list[float] = []
+    sizes: list[tuple[int, int]] = []
+    num_arrived = 0
+    for number, count in enumerate(counts):
+        now = number * TICK_S
+        wanted = policy.choose(_view(now, num_arrived, serving, serving + len(starting)))
+        num_arrived += count
+        starting += [now + start_s] * (wanted - serving - len(starting))
+        # Those that start go first, as in the fleet.
+        while starting and serving + len(starting) > wanted:
+            starting.pop()
+        serving = min(serving, wanted) + sum(ready_s <= now for ready_s in starting)
+        starting = [ready_s for ready_s in starting if ready_s > now]
+        sizes.append((serving, len(starting)))
+    return sizes
 
 
 def _view(now: float, num_arrived: int, serving: int, replicas: int) -> FleetView:

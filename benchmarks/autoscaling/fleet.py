@@ -169,6 +169,44 @@ class Fleet:
         )
 
 
+def simulate_fleet(
+    arrivals: Sequence[Arrival],
+    template: EngineSetup,
+    sliders: Sliders,
+    sliders_for: int,
+    policy: Policy,
+    *,
+    start_s: float,
+    first: int,
+) -> tuple[Simulation, Fleet]:
+    """Runs requests on a fleet that a policy sizes; arguments as ``run_fleet``."""
+    fleet = Fleet(template, sliders, sliders_for, policy, start_s)
+    cell = Cell(
+        engines=fleet.begin(first),
+        strategy=get_strategy("taichi"),
+        options=SimOptions(wait_limit_s=ROUTER_WAIT_LIMIT_S),
+    )
+    simulation = Simulation(cell, arrivals, steering=Steering(interval_s=TICK_S, steer=fleet.steer))
+    simulation.run()
+    return simulation, fleet
+
+
+def list_windows(simulation: Simulation, begin_s: float = 0.0) -> list[tuple[int, int]]:
+    """Lists the requests of each window that has some, and how many met both objectives.
+
+    Args:
+        simulation: Run.
+        begin_s: When the first window begins.
+    """
+    windows: dict[int, list[int]] = {}
+    for request in simulation.requests:
+        if request.arrival_s >= begin_s:
+            counts = windows.setdefault(int((request.arrival_s - begin_s) / WINDOW_S), [0, 0])
+            counts[0] += 1
+            counts[1] += request.has_met_slo
+    return [(num, met) for num, met in windows.values()]
+
+
 def run_fleet(
     arrivals: Sequence[Arrival],
     template: EngineSetup,
@@ -190,22 +228,11 @@ def run_fleet(
         start_s: See ``Fleet``.
         first: Engines that serve at the start.
     """
-    fleet = Fleet(template, sliders, sliders_for, policy, start_s)
-    cell = Cell(
-        engines=fleet.begin(first),
-        strategy=get_strategy("taichi"),
-        options=SimOptions(wait_limit_s=ROUTER_WAIT_LIMIT_S),
-    )
-    simulation = Simulation(cell, arrivals, steering=Steering(interval_s=TICK_S, steer=fleet.steer))
-    simulation.run()
-    windows: dict[int, list[int]] = {}
-    for request in simulation.requests:
-        counts = windows.setdefault(int(request.arrival_s / WINDOW_S), [0, 0])
-        counts[0] += 1
-        counts[1] += request.has_met_slo
-    shares = [met / num for num, met in windows.values() if num >= MIN_WINDOW_REQUESTS]
+    simulation, fleet = simulate_fleet(arrivals, template, sliders, sliders_for, policy, start_s=start_s, first=first)
+    windows = list_windows(simulation)
+    shares = [met / num for num, met in windows if num >= MIN_WINDOW_REQUESTS]
     return FleetFigures(
-        attainment=sum(met for _, met in windows.values()) / len(simulation.requests),
+        attainment=sum(met for _, met in windows) / len(simulation.requests),
         worst_window=min(shares),
         bad_windows=sum(share < 0.8 for share in shares),
         engine_hours=fleet.end(simulation.now),

@@ -52,6 +52,8 @@ ORACLE_FACTORS = (0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2)
 QUEUES = (0.25, 1.0, 4.0)
 KV_USES = (0.3, 0.4, 0.5, 0.6, 0.7)
 STATIC_SLICE_S = 7200.0
+# Of four engines.
+SLIDERS = Sliders(num_prefill_heavy=2, prefill_heavy_tokens=1024, decode_heavy_tokens=256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +87,10 @@ class Scenario:
         return self.capacity.count_engines(rate_rps, 1, MOST_ENGINES)
 
 
-def make_scenario(workload: str, hours: float) -> Scenario:
-    """Makes a scenario: ``day``, ``step`` or ``mooncake``."""
+def load_engine(workload: str) -> tuple[list[TraceRow], EngineSetup, Slo]:
+    """Loads what a workload is served by: lengths that fit, an engine, and objectives."""
     is_long = workload == "mooncake"
     slo = Slo(ttft_s=20.0 if is_long else 2.0, tpot_s=0.1)
-    name = "mooncake_conversation" if is_long else "azure2023_conv"
-    rows = load_rows(TRACES / f"{name}.csv.gz")
     target = load_model_on_gpu(MODEL, GPU, 2 if is_long else 1)
     template = EngineSetup(
         engine_id=EngineId("any"),
@@ -100,14 +100,21 @@ def make_scenario(workload: str, hours: float) -> Scenario:
         kv_blocks_total=target.kv_capacity_tokens // BLOCK_SIZE_TOKENS,
         kv_bytes_per_token=target.kv_bytes_per_token,
     )
-    rows = [row for row in rows if row.prompt_tokens + row.output_tokens < 0.5 * target.kv_capacity_tokens]
-    sliders = Sliders(num_prefill_heavy=2, prefill_heavy_tokens=1024, decode_heavy_tokens=256)
+    rows = load_rows(TRACES / f"{'mooncake_conversation' if is_long else 'azure2023_conv'}.csv.gz")
+    fitting = [row for row in rows if row.prompt_tokens + row.output_tokens < 0.5 * target.kv_capacity_tokens]
+    return fitting, template, slo
+
+
+def make_scenario(workload: str, hours: float) -> Scenario:
+    """Makes a scenario: ``day``, ``step`` or ``mooncake``."""
+    rows, template, slo = load_engine(workload)
+    sliders = SLIDERS
     points = [(size, _search(template, sliders, rows, slo, size)) for size in SIZES]
     capacity = CapacityCurve(tuple(points))
     arrivals: Sequence[Arrival]
     if workload == "step":
         arrivals = make_step(rows, slo, low_rps=3.0, high_rps=18.0)
-    elif is_long:
+    elif workload == "mooncake":
         arrivals = scale_trace(rows, slo, None, DAY_S)
     else:
         arrivals = DAY.make_arrivals(rows, slo, hours)
