@@ -1,4 +1,4 @@
-"""How long an engine stays that is not needed, where ``autoscaling.scaleDown.stabilizationWindowSeconds`` is left out."""
+"""How long an engine stays that is not needed, where the manifest gives no stabilization window for scaling down."""
 
 from __future__ import annotations
 
