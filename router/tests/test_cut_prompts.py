@@ -9,7 +9,7 @@ from fake_engine import expected_output, make_plan
 from sluice.v1 import engine_pb2
 from sluice_core.records import Leg, Place
 from sluice_router.scheduling.entities import MigrationPhase
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 TWO = {"e0": "P", "e1": "P"}
 PROMPT, CUT, MAX_TOKENS = 100, 70, 10
@@ -50,7 +50,7 @@ class Cutting:
 
 
 def make_harness(*, cut: int = CUT, steps: int = 1, engines=TWO, **limits: float) -> Harness:
-    harness = Harness(plan=False, limits=SchedulingLimits(**limits))
+    harness = Harness(plan=False, limits=make_limits(**limits))
     for name in engines:
         harness.attach(name, pulls_parts=True, cuts_prompts=True, first_part_steps=steps)
     plan = make_plan(engines, strategy="dynaserve", strategy_parameters={})

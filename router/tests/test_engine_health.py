@@ -10,7 +10,7 @@ from data_plane_harness import Harness
 from sluice.v1 import engine_pb2
 from sluice_core.records import IterationShape
 from sluice_router.scheduling.engines import engine_health
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 
 class StubTable(dict):
@@ -46,7 +46,7 @@ def submission(number: int) -> SimpleNamespace:
     return SimpleNamespace(submit_number=number)
 
 
-LIMITS = SchedulingLimits(silence_limit_s=20.0, iteration_age_floor_s=2.0, iteration_age_factor=5.0)
+LIMITS = make_limits(silence_limit_s=20.0, iteration_age_floor_s=2.0, iteration_age_factor=5.0)
 FAILURES = {
     # what the engine is, seconds that pass, reason
     "silent as long as it may be": ({}, 20.0, None),

@@ -13,7 +13,7 @@ from test_adoption import ABORTED, KEY, PD, adopt, claim, make_found
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId
 from sluice_router.scheduling.entities import MigrationPhase
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
 DRAIN, UNKNOWN = engine_pb2.MOVE_CAUSE_DRAIN, 99
 
@@ -121,7 +121,7 @@ def test_a_move_that_failed_is_followed_at_once_by_one_off_the_draining_engine()
 
 @pytest.mark.parametrize("pause_s", [0.1875, 0.25])
 def test_a_draining_engines_decode_is_proposed_again_after_the_pause(pause_s):
-    harness = Harness(TWO, limits=SchedulingLimits(drain_retry_s=0.25))
+    harness = Harness(TWO, limits=make_limits(drain_retry_s=0.25))
     harness.cores["d1"].refuse_grants = "kv"
     request_id, _ = start_on(harness, "d0")
     harness.step("d0")
@@ -208,7 +208,7 @@ def test_a_part_that_nobody_asked_for_changes_nothing():
 
 def test_a_request_that_waits_for_anybody_is_not_resumed_by_an_engine_that_had_stood_still():
     """It goes on where it is placed; what the engine still has of it ends."""
-    harness = Harness({"d0": "D"}, limits=SchedulingLimits(iteration_age_floor_s=1.0))
+    harness = Harness({"d0": "D"}, limits=make_limits(iteration_age_floor_s=1.0))
     request_id, stream = harness.admit(20, 20)
     harness.step_all()
     for _ in range(11):

@@ -14,9 +14,9 @@ from test_kept_prefills import make_room, start
 from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_core.records import EngineId
 from sluice_router.errors import QueueFullError
-from sluice_router.scheduling.timeouts_and_limits import SchedulingLimits
+from sluice_router.settings import make_limits
 
-PATIENT = SchedulingLimits(silence_limit_s=1e6, iteration_age_floor_s=1e6)
+PATIENT = make_limits(silence_limit_s=1e6, iteration_age_floor_s=1e6)
 
 
 def say(harness: Harness, name: str, **fields: object) -> None:
@@ -24,7 +24,7 @@ def say(harness: Harness, name: str, **fields: object) -> None:
 
 
 def test_engines_that_fall_silent_together_are_lost_together():
-    harness = Harness(TWO, limits=SchedulingLimits(silence_limit_s=2.0))
+    harness = Harness(TWO, limits=make_limits(silence_limit_s=2.0))
     for _ in range(22):
         harness.clock.advance(0.1)
         harness.router.tick()
@@ -33,7 +33,7 @@ def test_engines_that_fall_silent_together_are_lost_together():
 
 def test_a_pause_of_the_router_is_forgiven_once_and_never_ahead_of_time():
     """What was heard in its midst is not worth more than what was heard at its end."""
-    harness = Harness({"d0": "D"}, limits=SchedulingLimits(silence_limit_s=2.0, iteration_age_floor_s=2.0))
+    harness = Harness({"d0": "D"}, limits=make_limits(silence_limit_s=2.0, iteration_age_floor_s=2.0))
     harness.router.tick()
     harness.clock.advance(5.0)
     say(harness, "d0", load=harness.cores["d0"].load())
@@ -203,7 +203,7 @@ def test_a_grant_has_as_long_to_come_as_the_limit_says(seconds):
 
 
 def test_more_routers_than_moves_or_places_leave_each_router_one():
-    limits = SchedulingLimits(max_moves_per_engine=2, max_waiting=2)
+    limits = make_limits(max_moves_per_engine=2, max_waiting=2)
     harness = Harness(TWO, limits=limits, plan=False)
     harness.router.apply_plan(make_plan(TWO, num_routers=5))
     harness.deliver()

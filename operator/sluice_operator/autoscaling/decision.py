@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 BACKLOG_S = 30.0
 # Recommendations are remembered at most once in so long.
 RECORD_INTERVAL_S = 5.0
-# An engine that is not needed is kept for as long as a new one takes to start, within these bounds.
-LEAST_KEEP_S, MOST_KEEP_S = 90.0, 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +86,6 @@ class ScalerState:
     active_s: float = 0.0
     recommendations: tuple[tuple[float, int], ...] = ()
     replicas: int | None = None
-
-
-def choose_down_window_s(start_s: float) -> float:
-    """Chooses how long an engine stays that is not needed: by then it has cost what a new start would cost."""
-    return min(max(start_s, LEAST_KEEP_S), MOST_KEEP_S)
 
 
 def decide(state: ScalerState, observation: ScalerObservation) -> ScalerState:
