@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar, cast
 
-NumberT = TypeVar("NumberT", bound=float)
+# Without a bound: mypyc would make a float of each number.
+NumberT = TypeVar("NumberT")
 
 
 class Limit(Generic[NumberT]):

@@ -100,3 +100,15 @@ def test_a_limit_that_no_option_changes_has_its_default():
     limits = parse_settings([*NEEDED, "--silence-limit-s", "9"], {}).limits
     changed = {limit.name: limits[limit] for limit in LIMITS if limits[limit] != limit.default}
     assert changed == {"silence_limit_s": 9.0}
+
+
+def test_limits_that_count_are_whole_numbers():
+    counts = {limit.name for limit in LIMITS if isinstance(parse_settings(NEEDED, {}).limits[limit], int)}
+    assert counts == {
+        "max_waiting",
+        "max_recoveries",
+        "max_deaths",
+        "max_moves_per_engine",
+        "ring_size",
+        "num_samples",
+    }
