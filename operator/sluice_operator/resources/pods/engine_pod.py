@@ -70,9 +70,9 @@ def render_engine_pod(cluster: ServingCluster, image: str, gpu_resource_name: st
     container["resources"] = _render_resources(spec, gpu_resource_name)
     container["volumeMounts"] += [model.mount, *mounts]
     container["env"] = [*model.variables, *container["env"]]
-    memory: Object = {"medium": "Memory"}
+    shared_memory: Object = {"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}}
     if spec.engine.shared_memory is not None:
-        memory["sizeLimit"] = str(spec.engine.shared_memory)
+        shared_memory["emptyDir"]["sizeLimit"] = str(spec.engine.shared_memory)
     template: Object = {
         "metadata": {
             "labels": {**label_child(name, names.ENGINE), MODEL_LABEL: identify_model(spec.model)},
@@ -85,12 +85,7 @@ def render_engine_pod(cluster: ServingCluster, image: str, gpu_resource_name: st
             ),
             "topologySpreadConstraints": pod_placement.render_topology_spread(labels),
             "containers": [container],
-            "volumes": [
-                *model.volumes,
-                common_pod_fields.TMP_VOLUME,
-                {"name": SHARED_MEMORY, "emptyDir": memory},
-                *volumes,
-            ],
+            "volumes": [*model.volumes, common_pod_fields.TMP_VOLUME, shared_memory, *volumes],
             **image_pull.render_pull_secrets(spec.engine),
             **pod_placement.render_placement(spec.engine),
         },
