@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
-from steps import Counts, end_steps_with_this_process, run_limited, run_pytest, run_side_by_side
+from limited_runs import Counts, end_steps_with_this_process, run_limited, run_pytest, run_side_by_side
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -93,7 +93,7 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             ".ci/checks.py",
             ".ci/release_files.py",
             ".ci/sbom.py",
-            ".ci/steps.py",
+            ".ci/limited_runs.py",
         ),
     ),
     ("import directions", ".", ("lint-imports",)),

@@ -34,7 +34,7 @@ from sluice_operator.planning.plan import make_plan
 from sluice_operator.planning.plan_message import render_plan
 from sluice_operator.planning.plan_store import StoredPlan
 from sluice_operator.planning.scale_down import decide_scale
-from sluice_operator.resources.engine_deployment import render_engines
+from sluice_operator.resources.deployments.engine_deployment import render_engines
 from sluice_operator.resources.pods.pod_status import Pod
 from sluice_operator.resources.pods.secrets import describe_security, locate_in_pod
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, RESTARTS_ROUTERS, compute_rollout_hash

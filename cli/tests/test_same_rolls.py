@@ -17,9 +17,9 @@ from sluice_operator.controller.cluster_state import ClusterState
 from sluice_operator.controller.observation import ObservedRouters, ObservedState
 from sluice_operator.controller.rollout_step import decide_rollout
 from sluice_operator.planning.gated_roll import RollingEngine
-from sluice_operator.resources.engine_deployment import render_engines
+from sluice_operator.resources.deployments.deployment_strategy import mark_rollout
+from sluice_operator.resources.deployments.engine_deployment import render_engines
 from sluice_operator.resources.pods.pod_status import Pod
-from sluice_operator.resources.rolling_update import mark_rollout
 from sluice_operator.resources.rollout_hash import (
     RESTARTS_ENGINES,
     compute_rollout_hash,

@@ -15,9 +15,9 @@ from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.rolling import phase_batching
+from sluice_core.scheduling.rolling import phase_switch_batching
 from sluice_core.scheduling.rolling.macro_instances import divide_engines
-from sluice_core.scheduling.rolling.phase_batching import PhaseBatching
+from sluice_core.scheduling.rolling.phase_switch_batching import PhaseBatching
 from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
 from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.engine.gap_histogram import GapHistogram
@@ -28,7 +28,7 @@ from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
-IS_COMPILED = not phase_batching.__file__.endswith(".py")
+IS_COMPILED = not phase_switch_batching.__file__.endswith(".py")
 A100 = load_model_on_gpu("qwen2.5-14b", "a100-80g", 1).profile
 ECOSERVE = get_strategy("ecoserve")
 NOW = 10.0

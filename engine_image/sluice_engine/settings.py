@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sluice_core.latency.transfer import TRANSFER_LATENCY_S
 from sluice_engine.errors import SettingsError
-from sluice_engine.lease_timeouts import LEASE_S, RESUME_TIMEOUT_S
+from sluice_engine.resume_timeouts import LEASE_S, RESUME_TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

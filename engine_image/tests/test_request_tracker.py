@@ -17,7 +17,7 @@ from sluice_engine.kv_transfer.grants import GrantTable
 from sluice_engine.scheduling.iteration_timer import IterationTimer
 from sluice_engine.scheduling.kv_usage import KvUsage
 from sluice_engine.scheduling.load_measurement import measure_load
-from sluice_engine.scheduling.prefill_chunks import PrefillChunks, count_ending_decodes
+from sluice_engine.scheduling.prefill_room_division import PrefillChunks, count_ending_decodes
 from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest, track_request
 from sluice_engine.scheduling.scheduled_batch import describe_batch, settle_batch
 

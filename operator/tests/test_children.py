@@ -17,7 +17,7 @@ from sluice_operator.api.labels import RESTART_HASH_ANNOTATION
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.resources.apply import is_applied
 from sluice_operator.resources.children import RenderInputs, render_children
-from sluice_operator.resources.engine_deployment import render_engines
+from sluice_operator.resources.deployments.engine_deployment import render_engines
 from sluice_operator.resources.pods.router_pod import CPU_REQUEST
 from sluice_operator.settings import OperatorSettings
 

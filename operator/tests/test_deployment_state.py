@@ -16,8 +16,8 @@ from sluice_operator.api.labels import (
     TEMPLATE_ANNOTATION,
 )
 from sluice_operator.resources.default_images import DefaultImages, keep_default_images
-from sluice_operator.resources.deployment_status import find_pod_refusals, is_rolling, is_whole
-from sluice_operator.resources.rolling_update import hold_split, mark_rollout, render_rolling_update
+from sluice_operator.resources.deployments.deployment_status import find_pod_refusals, is_rolling, is_whole
+from sluice_operator.resources.deployments.deployment_strategy import hold_split, mark_rollout, render_rolling_update
 from sluice_operator.resources.rollout_state import RolloutState, find_roll, hash_of, went_back
 
 

@@ -20,10 +20,10 @@ import pytest
 from fake_kubernetes import make_cluster
 
 from sluice_operator.api.manifest import check_manifest
-from sluice_operator.resources.engine_deployment import render_engines
+from sluice_operator.resources.deployments.engine_deployment import render_engines
+from sluice_operator.resources.deployments.router_deployment import render_routers
 from sluice_operator.resources.pods.container_fields import TMP_MOUNT
 from sluice_operator.resources.pods.security_context import CONTAINER_SECURITY, POD_SECURITY
-from sluice_operator.resources.router_deployment import render_routers
 from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from test_conditions import find
 from sluice_operator.api.names import ClusterKey
 from sluice_operator.kubernetes.kinds import CLUSTERS, DEPLOYMENTS, PODS
 from sluice_operator.planning.upgrades import SETTLE_S, UpgradePlaces
-from sluice_operator.resources.deployment_status import is_whole
+from sluice_operator.resources.deployments.deployment_status import is_whole
 
 OLD, NEW = "sluice-engine:0.1.0", "sluice-engine:2"
 ALLOWED = {"metadata": {"annotations": {"sluice.dev/upgrade": "allowed"}}}

@@ -20,7 +20,8 @@ from sluice_router.scheduling.engines.engine_health import ITERATION_AGE_FACTOR,
 from sluice_router.scheduling.failover import MAX_DEATHS, MAX_RECOVERIES, RESUME_GRACE_S
 from sluice_router.scheduling.moves.drain import DRAIN_RETRY_S
 from sluice_router.scheduling.moves.kv_copies import COPY_TIMEOUT_S
-from sluice_router.scheduling.moves.migration import GRANT_TIMEOUT_S, MAX_MOVES_PER_ENGINE, PULL_TIMEOUT_S
+from sluice_router.scheduling.moves.migration import GRANT_TIMEOUT_S, PULL_TIMEOUT_S
+from sluice_router.scheduling.moves.move_targets import MAX_MOVES_PER_ENGINE
 from sluice_router.scheduling.planner_samples import NUM_SAMPLES
 from sluice_router.scheduling.resumption.claims import CLAIM_TIMEOUT_S
 from sluice_router.scheduling.wait_limits import WAIT_LIMIT_S

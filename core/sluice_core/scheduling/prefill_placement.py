@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from sluice_core.records import Decision, Hold, PrefillRequest, RequestId
+from sluice_core.scheduling.cached_prefix_preference import find_cached
 from sluice_core.scheduling.early_rejection import place_at_random, reject_late
 from sluice_core.scheduling.engine_state import Entry, get_queue_rank, get_view
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.placement_records import MAX_RECORDED_ENGINES, NUM_RECORDS, PlacementRecord
 from sluice_core.scheduling.prefill_feasibility import AssignPass
-from sluice_core.scheduling.prefix_placement import find_cached
 from sluice_core.scheduling.waiting_order import get_urgency
 from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 
 from sluice_core.records import Decision, Hold, PrefillRequest
+from sluice_core.scheduling.cached_prefix_preference import find_cached
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import get_view
 from sluice_core.scheduling.prefill_feasibility import AssignPass
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
-from sluice_core.scheduling.prefix_placement import find_cached
 
 
 class ShortestQueuePlacement(LengthAwarePlacement):
     """First come, first served: each prefill to the engine with the fewest queued tokens, whether it is in time or not.
 
     Of equally short queues the one with the most KV left is taken. Beyond the paper: cached tokens make up for queued
-    ones (``prefix_placement``); with ``EarlyRejection.REJECT`` a request that this engine cannot serve in time is
-    refused; a recovery goes where it is done first.
+    ones (``cached_prefix_preference``); with ``EarlyRejection.REJECT`` a request that this engine cannot serve in time
+    is refused; a recovery goes where it is done first.
 
     Source: DistServe, section 4.3.
     """

@@ -65,7 +65,7 @@ def test(arguments: tuple[str, ...]) -> None:
 
     Without arguments two clusters run side by side: one makes this machine a node, one has nodes that kwok plays.
     """
-    from steps import Counts, end_steps_with_this_process, run_pytest, run_side_by_side  # noqa: PLC0415 - .ci, which only `make` names
+    from limited_runs import Counts, end_steps_with_this_process, run_pytest, run_side_by_side  # noqa: PLC0415 - .ci, which only `make` names
 
     def run_half(half: str, **options: Any) -> Counts:
         return run_pytest(["--durations=5", f"--nodes={half}", str(TESTS)], limit_s=LIMIT_S, folder=ROOT, **options)

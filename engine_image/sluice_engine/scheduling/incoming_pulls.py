@@ -12,6 +12,7 @@ from sluice_core.kv_copy_rules import count_tail_tokens
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_engine.core_messages import NUM_TOKENS_KEY, PulledPart
 from sluice_engine.kv_transfer.kv_handles import MalformedHandleError
+from sluice_engine.kv_transfer.kv_transfer_timeouts import PULL_START_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A pull that has not started by then is cancelled, in seconds: recomputing is quicker than waiting for blocks on an
-# engine that has no room.
-PULL_START_S = 2.0
 # Weight of the newest transfer in the measured rate.
 _RATE_WEIGHT = 0.2
 

@@ -37,7 +37,7 @@ from sluice_engine.scheduling.load_measurement import measure_load
 from sluice_engine.scheduling.move_proposals import MoveProposer
 from sluice_engine.scheduling.phase_tracker import PhaseTracker
 from sluice_engine.scheduling.plan_in_force import PlanInForce
-from sluice_engine.scheduling.prefill_chunks import PrefillChunks
+from sluice_engine.scheduling.prefill_room_division import PrefillChunks
 from sluice_engine.scheduling.prefill_selection import PrefillSelection
 from sluice_engine.scheduling.prefix_recorder import PrefixRecorder
 from sluice_engine.scheduling.report_outbox import ReportOutbox

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sluice.v1 import engine_pb2 as wire
 from sluice_engine import core_messages
 from sluice_engine.kv_transfer.kv_handles import KvSource
-from sluice_engine.lease_timeouts import LEASE_S, RESUME_TIMEOUT_S
+from sluice_engine.resume_timeouts import LEASE_S, RESUME_TIMEOUT_S
 from sluice_engine.server.core_outputs import find_report, take_report, take_tokens
 from sluice_engine.server.counters import ServerCounters
 from sluice_engine.server.load_reporter import IDLE_REPORT_S, LoadReporter

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sluice_core.planning.demand_forecast import DemandForecast
-from sluice_operator.autoscaling.scale_down_window import MOST_KEEP_S, choose_down_window_s
+from sluice_operator.autoscaling.default_scale_down_window import MOST_KEEP_S, choose_down_window_s
 
 if TYPE_CHECKING:
     from sluice_core.planning.capacity_curve import CapacityCurve

@@ -35,7 +35,7 @@ from sluice_operator.planning.node_notices import NodeNotices
 from sluice_operator.planning.rollout_gate import GateDecision
 from sluice_operator.planning.upgrades import UPGRADE_ALLOWED, UpgradePlaces
 from sluice_operator.resources.default_images import DefaultImages, keep_default_images
-from sluice_operator.resources.deployment_status import is_rolling, is_whole
+from sluice_operator.resources.deployments.deployment_status import is_rolling, is_whole
 from sluice_operator.resources.rollout_state import went_back
 
 if TYPE_CHECKING:

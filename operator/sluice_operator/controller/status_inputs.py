@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.planning.rollout_gate import GateDecision
 from sluice_operator.planning.scale_down import ScaleDecision
-from sluice_operator.resources.deployment_status import find_pod_refusals, is_rolling
+from sluice_operator.resources.deployments.deployment_status import find_pod_refusals, is_rolling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sluice_operator.resources.kv_transport import KV_BACKENDS, render_transport_environment
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -21,8 +23,6 @@ ENGINE_OPTIONS = {
     "--kv-cache-memory-bytes": "--kv-cache-bytes",
     "--max-num-seqs": "--max-num-seqs",
 }
-# NIXL's backends by fabric, where it is not UCX.
-KV_BACKENDS = {"EFA": "LIBFABRIC"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,17 +142,8 @@ def _split_extra_args(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def render_engine_environment(spec: ServingClusterSpec) -> dict[str, str]:
-    """Renders the environment of an engine container: the network's, then the user's own."""
-    network = spec.network
-    environment = {"UCX_TCP_PORT_RANGE": network.tcp_port_range} if network.tcp_port_range else {}
-    if network.rdma:
-        if network.rdma.net_devices:
-            environment["UCX_NET_DEVICES"] = ",".join(network.rdma.net_devices)
-        if network.rdma.transports:
-            environment["UCX_TLS"] = ",".join(network.rdma.transports)
-        if network.rdma.gid_index is not None:
-            environment["UCX_IB_GID_INDEX"] = str(network.rdma.gid_index)
-    return environment | render_values(spec.engine)
+    """Renders the environment of an engine container: the transport's, then the user's own."""
+    return render_transport_environment(spec.network) | render_values(spec.engine)
 
 
 def render_values(fields: PodFields) -> dict[str, str]:

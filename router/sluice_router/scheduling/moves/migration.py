@@ -17,7 +17,6 @@ from __future__ import annotations
 from sluice.v1 import engine_pb2
 from sluice_core.kv_blocks import blocks_for_tokens
 from sluice_core.records import EngineId, MoveCause
-from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.strategy_parameters import StrategyParameters
 from sluice_router.errors import EngineProtocolError
 from sluice_router.limit_type import Limit, Limits
@@ -30,15 +29,9 @@ from sluice_router.scheduling.entities import (
     MigrationPhase,
     Submission,
 )
-from sluice_router.scheduling.moves import kv_copies
+from sluice_router.scheduling.moves import kv_copies, move_targets
 from sluice_router.scheduling.state import RouterOutbox, RouterState
 
-MAX_MOVES_PER_ENGINE = Limit(
-    "max_moves_per_engine",
-    16,
-    "most moves in flight from or to an engine, by all routers of the plan together",
-    at_least=1,
-)
 GRANT_TIMEOUT_S = Limit("grant_timeout_s", 2.0, "longest wait for an answer to a grant request", above=0)
 PULL_TIMEOUT_S = Limit("pull_timeout_s", 10.0, "longest wait for a moved request's next token", above=0)
 # Before a finished prefill that an engine has refused room asks again: about an iteration of a decode engine.
@@ -68,7 +61,7 @@ def propose(
     state.decision_log.record(
         now, request.request_id, "proposed", source.engine_id, cause.value, len(request.output_token_ids)
     )
-    target, reason = _pick_target(state, request, source, cause, now, target_id=target_id)
+    target, reason = move_targets.pick_target(state, request, source, cause, now, target_id=target_id)
     if target is None:
         record_blocked(state, submission, cause, reason, now)
         return reason
@@ -83,7 +76,7 @@ def ask_for_kept(state: RouterState, request: LiveRequest, kept: KeptKv, now: fl
         Why no grant was asked for; empty when one was.
     """
     cause = MoveCause.SPLIT if request.split_prompt_tokens else MoveCause.PREFILL_DONE
-    target, reason = _pick_target(state, request, kept.source.engine, cause, now)
+    target, reason = move_targets.pick_target(state, request, kept.source.engine, cause, now)
     if target is not None:
         _ask_for_grant(state, request, kept.source, target, cause=cause, now=now)
     return reason
@@ -350,48 +343,6 @@ def start_manual(state: RouterState, request_id: str, engine_id: EngineId, now: 
     if submission.engine.engine_id == engine_id:
         return "same_engine"
     return propose(state, submission, MoveCause.MANUAL, now, target_id=engine_id)
-
-
-def _pick_target(
-    state: RouterState,
-    request: LiveRequest,
-    source: ConnectedEngine,
-    cause: MoveCause,
-    now: float,
-    *,
-    target_id: EngineId | None = None,
-) -> tuple[ConnectedEngine | None, str]:
-    """Picks the engine to ask; or says why there is none."""
-    if state.active.policy is None or state.active.plan is None:
-        return None, "no_plan"
-    cap = max(1, state.limits[MAX_MOVES_PER_ENGINE] // state.active.plan.num_routers)
-    if source.migrations_out >= cap:
-        return None, "source_busy"
-    since_move = len(request.output_token_ids) - request.moved_at_tokens if request.num_hand_offs else None
-    if state.active.policy.is_too_soon(cause, since_move):
-        return None, "too_soon"
-    if target_id is None:
-        unfit = {
-            engine.engine_id
-            for engine in state.engines.connected.values()
-            if engine.migrations_in >= cap or engine.fingerprint != source.fingerprint
-        }
-        flow_request = FlowRequest(
-            request_id=request.request_id,
-            cause=cause,
-            source=source.engine_id,
-            num_blocks=blocks_for_tokens(request.num_tokens + 1, source.spec.block_size_tokens),
-            tpot_slo_s=request.slo.tpot_s,
-            excluded=frozenset(unfit | request.died_on),
-            planned_target=request.route[-1].engine_id if request.route else None,
-        )
-        target_id = state.active.policy.target(now, flow_request, state.engines.table)
-    target = None if target_id is None else state.engines.connected.get(target_id)
-    if target is None:
-        return None, "no_target"
-    if target.fingerprint != source.fingerprint:
-        return None, "fingerprint"
-    return (target, "") if target.migrations_in < cap else (None, "target_busy")
 
 
 def _ask_for_grant(

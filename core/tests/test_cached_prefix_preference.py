@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from placement_harness import E0, E1, GONE, NO_HITS, decide, engine_states, make_policy, make_request, make_table
 
 from sluice_core.records import EngineId
+from sluice_core.scheduling.cached_prefix_preference import CACHED_TOKEN_WEIGHT, find_cached
 from sluice_core.scheduling.engine_state import get_view
 from sluice_core.scheduling.placement_records import explain
 from sluice_core.scheduling.prefill_feasibility import AssignPass
-from sluice_core.scheduling.prefix_placement import CACHED_TOKEN_WEIGHT, find_cached
 from sluice_core.strategy_parameters import EarlyRejection
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from steps import Counts, read_report, run_limited, run_side_by_side
+from limited_runs import Counts, read_report, run_limited, run_side_by_side
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["-p", "conftest", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", str(ROOT / "pyproject.toml")]
@@ -30,8 +30,8 @@ for child in children:
 """
 RUN_PYTEST = f"""
 from pathlib import Path
-import steps
-print(steps.run_pytest({OPTIONS!r} + ["--rootdir=.", "."], limit_s=LIMIT_S, folder=Path()))
+import limited_runs
+print(limited_runs.run_pytest({OPTIONS!r} + ["--rootdir=.", "."], limit_s=LIMIT_S, folder=Path()))
 """
 HANG = """
 import threading
