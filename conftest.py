@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import harness_faults
 import hypothesis
 import pytest
-from steps import RUNNING_TESTS
+from limited_runs import RUNNING_TESTS
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
