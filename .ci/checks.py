@@ -39,10 +39,12 @@ ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
 # These start engines by the file, on two cores; each worker has ports of its own.
 ENGINE_TESTS = ("--numprocesses=2", "--dist=loadfile", "engine_image/tests")
 # These start clusters, each on ports of its own. Two run at a time, since a cluster often waits. Tests whose searches
-# have a limit of time run alone, since they need every core.
-SHARED_CLUSTER_TESTS = ("e2e", "--clusters=shared", "-m", "not needs_all_cores")
-OWN_CLUSTER_TESTS = ("e2e", "docs/tests", "--clusters=own", "-m", "not needs_all_cores")
-LONE_CLUSTER_TESTS = ("e2e", "-m", "needs_all_cores")
+# have a limit of time run alone, since they need every core. The first test of each half waits for stock vLLM's answers
+# and for its cluster, which takes minutes where both halves do so at once.
+PATIENT = ("--timeout=900",)
+SHARED_CLUSTER_TESTS = ("e2e", "--clusters=shared", "-m", "not needs_all_cores", *PATIENT)
+OWN_CLUSTER_TESTS = ("e2e", "docs/tests", "--clusters=own", "-m", "not needs_all_cores", *PATIENT)
+LONE_CLUSTER_TESTS = ("e2e", "-m", "needs_all_cores", *PATIENT)
 # Limits of steps, several times what they take on two quiet cores.
 CHECK_LIMIT_S = 900.0
 UNIT_TESTS_LIMIT_S = 1200.0

@@ -148,7 +148,7 @@ class Cluster:
             time.sleep(0.2)
         raise NotReachedError(f"not reached in {timeout_s:g} s: {what}\n{json.dumps(status, indent=1)}\n{self.tail()}")
 
-    def wait_ready(self, timeout_s: float = 180.0) -> dict[str, Any]:
+    def wait_ready(self, timeout_s: float = 400.0) -> dict[str, Any]:
         """Wait until every engine and router of the manifest serves."""
         wanted = self.manifest["spec"]["replicas"]
         return self.wait(
