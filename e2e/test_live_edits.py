@@ -45,6 +45,8 @@ Edit = dict[str, Any]
 # A generous limit for shared machines; the test prints the measured time.
 IN_FORCE_S = 15.0
 SWITCH_S = 60.0
+# Until both routers have measured all four engines: light load leaves some of them without work.
+MEASURED_S = 120.0
 ANOTHER_PORT = 26900
 # Of the example manifest.
 MAX_BATCH_TOKENS = 2048
@@ -208,6 +210,15 @@ async def switch(cluster: Cluster, strategy: Strategy) -> dict[str, Any]:
     return await loop.run_in_executor(None, cluster.wait, f"{strategy.title} is in force", is_reached, IN_FORCE_S)
 
 
+async def read_errors(cluster: Cluster, router: str) -> list[float]:
+    """Returns the error of a router's latency model at each of the four engines; it is 0 where none was measured."""
+    async with aiohttp.ClientSession() as session, session.get(f"{cluster.url(router)}/metrics") as answer:
+        metrics = await answer.text()
+    errors = re.findall(r'^sluice_latency_model_error_ratio\{engine=".+"\} (.+)$', metrics, re.MULTILINE)
+    assert len(errors) == 4
+    return [float(error) for error in errors]
+
+
 @pytest.mark.needs_all_cores
 async def test_routers_learn_the_latency_model_that_a_search_uses(
     cluster: Cluster, known: list[tuple[Request, Answer]]
@@ -215,15 +226,12 @@ async def test_routers_learn_the_latency_model_that_a_search_uses(
     statuses = []
     for router in ("router-0", "router-1"):
         async with cluster.client(router) as client:
-            await asyncio.gather(*(client.generate(request) for request, _ in known[:40]))
+            async with asyncio.timeout(MEASURED_S):
+                # The routers have to measure each engine's speed. How well they know it depends on the machine's load.
+                while not all(0.0 < error < math.inf for error in (errors := await read_errors(cluster, router))):
+                    await asyncio.gather(*(client.generate(request) for request, _ in known))
             statuses.append(await client.control.GetStatus(control_pb2.GetStatusRequest(), timeout=10))
-            async with aiohttp.ClientSession() as session, session.get(f"{cluster.url(router)}/metrics") as answer:
-                metrics = await answer.text()
-        # The routers have to measure the engines' speed. How well they know it depends on the machine's other load.
-        errors = re.findall(r'^sluice_latency_model_error_ratio\{engine="(.+)"\} (.+)$', metrics, re.MULTILINE)
-        assert len(errors) == 4
-        assert all(0.0 < float(error) < math.inf for _, error in errors), errors
-        print(f"{router}: errors of the latency model {dict(errors)}")
+        print(f"{router}: errors of the latency model {errors}")
     spec = check_manifest({**cluster.manifest, "spec": {**cluster.manifest["spec"], "autotune": TUNED}}).spec
     engine, missing = find_engine_facts(spec, statuses)
     workload = read_workload(statuses)
