@@ -34,7 +34,6 @@ SEARCHING_TESTS = tuple(
     f"operator/tests/test_{name}.py" for name in ("autotune_decision", "autotune_search", "capacity_search")
 )
 # Unit tests start no engine. They run on all cores, since each test has its own ports and folders.
-UNIT_TESTS = ((".ci/tests",), ("protos/tests",), ("operator/tests", *(f"--ignore={path}" for path in SEARCHING_TESTS)))
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
 # These start engines by the file, on two cores; each worker has ports of its own.
 ENGINE_TESTS = ("--numprocesses=2", "--dist=loadfile", "engine_image/tests")
@@ -59,10 +58,17 @@ PATCHING_TESTS = tuple(
 )
 # Some tests of these derive from what is compiled, and are skipped on the wheel.
 DERIVING_TESTS = tuple(f"core/tests/test_{name}.py" for name in ("decode_counts", "ecoserve", "prefill_queue"))
-COMPILED_TESTS = (
-    ("cli/tests",),
-    ("benchmarks/tests",),
-    ("core/tests", "router/tests", *(f"--ignore={path}" for path in PATCHING_TESTS), *SEARCHING_TESTS),
+# Each run begins with the import of all that it tests, and ends with its slowest test: so there are two.
+WHEEL_TESTS = (
+    *("benchmarks/tests", "cli/tests", "core/tests", "router/tests"),
+    *(f"--ignore={path}" for path in PATCHING_TESTS),
+    *SEARCHING_TESTS,
+)
+CHECKOUT_TESTS = (
+    *(".ci/tests", "operator/tests", "protos/tests"),
+    *(f"--ignore={path}" for path in SEARCHING_TESTS),
+    *PATCHING_TESTS,
+    *DERIVING_TESTS,
 )
 IS_COMPILED = """
 import sys
@@ -163,11 +169,8 @@ def main() -> None:
     if sys.argv[1:]:
         counts.add(run_tests(sys.argv[1:], limit_s=ENGINE_TESTS_LIMIT_S))
     else:
-        for tests in UNIT_TESTS:
-            counts.add(run_tests([*ON_ALL_CORES, *tests], limit_s=UNIT_TESTS_LIMIT_S))
-        for tests in COMPILED_TESTS:
-            counts.add(run_tests([*ON_ALL_CORES, *tests], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
-        counts.add(run_tests([*ON_ALL_CORES, *PATCHING_TESTS, *DERIVING_TESTS], limit_s=UNIT_TESTS_LIMIT_S))
+        counts.add(run_tests([*ON_ALL_CORES, *CHECKOUT_TESTS], limit_s=UNIT_TESTS_LIMIT_S))
+        counts.add(run_tests([*ON_ALL_CORES, *WHEEL_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
         counts.add(run_tests([*ENGINE_TESTS], limit_s=ENGINE_TESTS_LIMIT_S))
         counts.add(run_cluster_tests())
     print(*(f"skipped  {skip}" for skip in counts.skips), sep="\n")
