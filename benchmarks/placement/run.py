@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from sluice_core.kv_blocks import KvBlocks
 from sluice_core.records import EngineId, IterationShape, Place, PrefillRequest, RequestId, Role, Slo
 from sluice_core.scheduling.decode_flow import FlowPolicy
-from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement

@@ -2,8 +2,8 @@
 
 Records are facts at one moment, and never changed. Those that each request needs have ``Final`` fields and their own
 constructor: compiled, that of a frozen dataclass takes twenty times as long. The mutable state that policies keep lives
-in the modules that own it (``scheduling.engine_table.EngineTable``,
-``scheduling.decodes_by_tpot_and_length.DecodeSet``). Times are seconds on the caller's monotonic clock.
+in the modules that own it (``scheduling.engine_table.EngineTable``, ``scheduling.decode_set.DecodeSet``). Times are
+seconds on the caller's monotonic clock.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from sluice_core.records import RequestId, Role
 from sluice_core.scheduling.decode_flow import (
     FlowPolicy,
 )
-from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.strategy_parameters import StrategyParameters
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY

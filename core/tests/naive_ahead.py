@@ -11,7 +11,7 @@ from naive_simulation import NaiveEngine, NaiveRequest, NaiveSimulation
 from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
 from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.decode_flow import FlowRequest
-from sluice_core.scheduling.decodes_by_tpot_and_length import SPLIT_LEAD_TOKENS
+from sluice_core.scheduling.decode_set import SPLIT_LEAD_TOKENS
 from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
 from sluice_core.sim.sim_setup import NoGrant, TtftEnd
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
 from sluice_core.records import Hold, IterationShape, MoveCause, Place, PrefillRequest, RequestId
 from sluice_core.scheduling.decode_flow import FlowRequest
-from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable

@@ -9,7 +9,7 @@ from sluice_core.scheduling.chunked_prefill_batching import (
     RECOMPUTE_TOKENS,
     ChunkedPrefillPolicy,
 )
-from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch, EnginePolicy, RequestKind
 from sluice_core.scheduling.waiting_order import PRIORITY_HEAD_START_S
 

@@ -14,7 +14,7 @@ from sluice_core.scheduling.decode_flow import (
     MAX_STANDING_PROPOSALS,
     PROPOSAL_BACKOFF_S,
 )
-from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.strategy_parameters import StrategyParameters
 
 

@@ -23,7 +23,7 @@ from test_simulation import A100_14B
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, Hold, IterationShape, MoveCause, Place, PrefillRequest, RequestId, Role, Slo
 from sluice_core.scheduling.decode_flow import FlowRequest
-from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable

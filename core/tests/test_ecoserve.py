@@ -11,7 +11,7 @@ from test_simulation import make_arrivals, make_engines, run
 
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, Hold, MoveCause, Place, PrefillRequest, Reject, RequestId, Role, Slo
-from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable

@@ -23,7 +23,7 @@ from sluice_core.records import (
     Slo,
 )
 from sluice_core.scheduling.decode_flow import FlowRequest
-from sluice_core.scheduling.decodes_by_tpot_and_length import LOST_BACK_OFF_S, DecodeSet
+from sluice_core.scheduling.decode_set import LOST_BACK_OFF_S, DecodeSet
 from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable

@@ -8,7 +8,7 @@ from placement_harness import make_request
 
 from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.records import EngineId, IterationShape, RequestId, Role, Slo
-from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable

@@ -9,7 +9,7 @@ import pytest
 
 from sluice_core.kv_blocks import KvBlocks
 from sluice_core.records import MoveCause, Role
-from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_engine.core_messages import ConfigureCommand, RequestExtras
 from sluice_engine.scheduling.move_proposals import MoveProposer
 from sluice_engine.scheduling.plan_in_force import PlanInForce

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_engine.core_messages import ConfigureCommand
 from sluice_engine.scheduling.plan_in_force import PlanInForce
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sluice_core.records import EngineId, MoveCause, MoveProposal, RequestId, Role
-from sluice_core.scheduling.decodes_by_tpot_and_length import Decode, DecodeSet
+from sluice_core.scheduling.decode_set import Decode, DecodeSet
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
 from sluice_core.strategy_parameters import StrategyParameters
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import IterationShape, MoveCause, MoveProposal, RequestId, Role
-from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 
 
 class RequestKind(IntEnum):

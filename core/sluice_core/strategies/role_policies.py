@@ -10,7 +10,7 @@ from itertools import islice
 from sluice_core.records import Decision, EngineId, MoveCause, MoveProposal, PrefillRequest, Role
 from sluice_core.scheduling.chunked_prefill_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
-from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EnginePolicy
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.placement_records import PlacementRecord

@@ -9,7 +9,7 @@ from sluice_engine.core_messages import ProposedMove
 
 if TYPE_CHECKING:
     from sluice_core.kv_blocks import KvBlocks
-    from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+    from sluice_core.scheduling.decode_set import DecodeSet
     from sluice_engine.scheduling.plan_in_force import PlanInForce
     from sluice_engine.scheduling.request_tracker import TrackedRequest
 

@@ -10,7 +10,7 @@ from sluice_core.strategies import INITIAL_STRATEGY, get_strategy
 from sluice_engine.core_messages import CAPABILITIES, ConfigureAnswer, ConfigureCommand
 
 if TYPE_CHECKING:
-    from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+    from sluice_core.scheduling.decode_set import DecodeSet
     from sluice_core.scheduling.engine_policy import EnginePolicy
 
 

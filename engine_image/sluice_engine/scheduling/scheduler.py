@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from sluice_core.kv_blocks import blocks_for_tokens
 from sluice_core.records import MoveCause
-from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_engine import core_encoding, core_messages, vllm_internals_check
 from sluice_engine.child_processes import die_with_parent

@@ -14,7 +14,7 @@ from sluice_core.latency import LatencyModel
 from sluice_core.records import MoveProposal
 from sluice_core.scheduling.chunked_prefill_batching import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import propose_all
-from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch, PhaseReport
 
 _LEAST_PHASE_S: Final = 1e-9  # of a phase that begins at this moment: 0 says that there is none

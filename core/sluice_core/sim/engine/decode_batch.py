@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from sluice_core.records import RequestId
-from sluice_core.scheduling.decodes_by_tpot_and_length import DecodeSet
+from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.sim.requests import RequestState, SimRequest
 from sluice_core.sim.sim_setup import EngineSetup
 
