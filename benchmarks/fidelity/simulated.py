@@ -12,7 +12,7 @@ from benchmarks.fidelity.recorded_runs import RecordedBatch
 from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_cli.simulation.cluster_spec import read_manifest_spec
 from sluice_core.records import Role, Slo
-from sluice_core.scheduling.chunked_prefill_batching import ChunkedPrefillPolicy
+from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.engine.gap_histogram import GapHistogram

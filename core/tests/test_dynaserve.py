@@ -12,9 +12,9 @@ from test_simulation import make_arrivals, make_engines, run
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import IterationShape, MoveCause, RequestId, Role, Slo
+from sluice_core.scheduling.batching.profile_table import ProfileTable
 from sluice_core.scheduling.decode_set import SPLIT_LEAD_TOKENS, SPLIT_RETRY_TOKENS, DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch
-from sluice_core.scheduling.splitting.profile_table import ProfileTable
 from sluice_core.sim.sim_setup import Arrival, Cell, ConfigureEvent, FailEvent, LengthsKnown, SimOptions, TransferLink
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy

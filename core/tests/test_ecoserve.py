@@ -11,13 +11,13 @@ from test_simulation import make_arrivals, make_engines, run
 
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, Hold, MoveCause, Place, PrefillRequest, Reject, RequestId, Role, Slo
+from sluice_core.scheduling.batching import phase_switch
+from sluice_core.scheduling.batching.phase_switch import PhaseBatching
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.rolling import phase_switch_batching
 from sluice_core.scheduling.rolling.macro_instances import divide_engines
-from sluice_core.scheduling.rolling.phase_switch_batching import PhaseBatching
 from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
 from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.engine.gap_histogram import GapHistogram
@@ -28,7 +28,7 @@ from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
-IS_COMPILED = not phase_switch_batching.__file__.endswith(".py")
+IS_COMPILED = not phase_switch.__file__.endswith(".py")
 A100 = load_model_on_gpu("qwen2.5-14b", "a100-80g", 1).profile
 ECOSERVE = get_strategy("ecoserve")
 NOW = 10.0

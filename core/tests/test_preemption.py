@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_simulation import A100_14B, SLO, STRATEGIES, make_arrivals, make_engines, run
 
 from sluice_core.records import EngineId, Role
-from sluice_core.scheduling.chunked_prefill_batching import ChunkedPrefillPolicy
+from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.sim.engine.freed_blocks import FreedBlocks
 from sluice_core.sim.engine.gap_histogram import GapHistogram

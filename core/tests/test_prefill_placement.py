@@ -29,7 +29,7 @@ from placement_harness import (
 from sluice_core.latency import TRANSFER_LATENCY_S
 from sluice_core.records import EngineId, Hold, Place, Reject
 from sluice_core.router_shares import SHARE_MARGIN_TOKENS
-from sluice_core.scheduling.chunked_prefill_batching import ChunkedPrefillPolicy
+from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.scheduling.engine_table import PROVEN_OBSERVATIONS
 from sluice_core.scheduling.placement_records import explain

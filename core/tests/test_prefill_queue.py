@@ -6,7 +6,7 @@ import pytest
 from test_simulation import SLO, make_engines
 
 from sluice_core.scheduling import engine_policy
-from sluice_core.scheduling.chunked_prefill_batching import RECOMPUTE_TOKENS
+from sluice_core.scheduling.batching.chunked_prefill import RECOMPUTE_TOKENS
 from sluice_core.scheduling.engine_policy import PrefillSelector, RequestKind
 from sluice_core.sim.engine.prefill_queue import PrefillQueue
 from sluice_core.sim.engine.selected_prefills import SelectedPrefills

@@ -9,7 +9,7 @@ from test_simulation import A100_14B, SLO, STRATEGIES, make_arrivals, make_engin
 
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import MoveCause, Slo
-from sluice_core.scheduling.chunked_prefill_batching import ChunkedPrefillPolicy
+from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.engine.gap_histogram import GapHistogram

@@ -5,7 +5,7 @@ import pytest
 from test_simulation import SLO, make_engines
 
 from sluice_core.records import MoveCause, Role
-from sluice_core.scheduling.chunked_prefill_batching import ChunkedPrefillPolicy
+from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy
 from sluice_core.scheduling.slo_blind_placement import RoundRobinPlacement
 from sluice_core.sim.sim_setup import Arrival, Cell

@@ -8,6 +8,7 @@ from placement_harness import make_request
 
 from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.records import EngineId, IterationShape, RequestId, Role, Slo
+from sluice_core.scheduling.batching.profile_table import ProfileTable
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.scheduling.engine_state import EngineLoad
@@ -16,7 +17,6 @@ from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
 from sluice_core.scheduling.rolling.macro_instances import MacroInstances
 from sluice_core.scheduling.splitting.output_lengths import KnownLengths, NoisyLengths, RunningQuantile
-from sluice_core.scheduling.splitting.profile_table import ProfileTable
 from sluice_core.scheduling.waiting_order import MAX_ASSIGNED_AT_ONCE, compute_urgency, select_urgent
 from sluice_core.strategies import STRATEGIES, get_strategy
 from sluice_core.strategies.placements import PLACEMENTS

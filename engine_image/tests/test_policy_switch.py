@@ -9,7 +9,7 @@ from typing import Any
 import engine_harness
 import pytest
 
-from sluice_core.scheduling.chunked_prefill_batching import ChunkedPrefillPolicy
+from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_engine.core_messages import RequestExtras
 from sluice_engine.scheduling.prefill_selection import PrefillSelection

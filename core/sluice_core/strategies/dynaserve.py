@@ -1,7 +1,7 @@
 """DynaServe: requests in two parts, cut where two engines are done at the same time.
 
 Source: DynaServe: Unified and Elastic Execution for Dynamic Disaggregated LLM Serving (arXiv:2504.09285), sections 3
-and 4. The router cuts (``split_placement``), engines batch (``tbt_batching``). All engines are alike.
+and 4. The router cuts (``split_placement``), engines batch (``tbt_target``). All engines are alike.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import random
 from dataclasses import dataclass
 
 from sluice_core.records import EngineId, MoveCause, RequestId
+from sluice_core.scheduling.batching.tbt_target import SloBatching
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.engine_policy import EnginePolicy
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.splitting.output_lengths import OutputLengths
 from sluice_core.scheduling.splitting.split_placement import SplitPlacement
-from sluice_core.scheduling.splitting.tbt_batching import SloBatching
 from sluice_core.strategies.interface import Need, RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.role_policies import RoleRouter
 from sluice_core.strategy_parameters import (

@@ -1,7 +1,7 @@
 """EcoServe: engines compute prefills or decodes, never both, and take turns in computing prefills.
 
 Source: EcoServe: Enabling Cost-effective LLM Serving with Proactive Intra- and Inter-Instance Orchestration
-(arXiv:2504.18154), sections 3.2 to 3.5. The engines are those of ``phase_switch_batching``, the router goes round among
+(arXiv:2504.18154), sections 3.2 to 3.5. The engines are those of ``phase_switch``, the router goes round among
 them as ``rolling_activation`` says, and ``macro_instances`` groups them. No KV is transferred, but from engines that
 drain.
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from sluice_core.scheduling.batching.phase_switch import PhaseBatching
 from sluice_core.scheduling.decode_flow import FlowPolicy
 from sluice_core.scheduling.engine_policy import EnginePolicy
-from sluice_core.scheduling.rolling.phase_switch_batching import PhaseBatching
 from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
 from sluice_core.strategies.interface import Need, RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.role_policies import RoleRouter

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from sluice_core.records import Decision, EngineId, MoveCause, MoveProposal, PrefillRequest, Role
-from sluice_core.scheduling.chunked_prefill_batching import ChunkedPrefillPolicy
+from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EnginePolicy

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sluice_core.records import Decision, EngineId, MoveCause, PrefillRequest
+from sluice_core.scheduling.batching.tpot_slack import SlackBatching
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.engine_policy import EnginePolicy
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.slack.slack_batching import SlackBatching
 from sluice_core.scheduling.slack.slack_placement import SlackPlacement
 from sluice_core.scheduling.waiting_order import Urgency, compute_urgency
 from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy

@@ -1,7 +1,7 @@
 """Requests go to the engine that took the last one, until its decodes can wait no longer; then to the next one.
 
 Source: EcoServe (arXiv:2504.18154), section 3.4, Algorithms 1 and 2. Engines that run prefills first
-(``phase_switch_batching``) so take turns in it. Where the paper is silent:
+(``phase_switch``) so take turns in it. Where the paper is silent:
 
 - A request that no engine satisfies waits at the router: the decodes save TPOT meanwhile, and end.
 - When waiting any longer would miss its TTFT objective even on an idle engine, it goes to the engine that is done with

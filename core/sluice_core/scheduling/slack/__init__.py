@@ -1,1 +1,1 @@
-"""Sluice: what an iteration and a prompt may cost running decodes, by their slack."""
+"""Sluice: what a prompt may cost running decodes, by their slack."""

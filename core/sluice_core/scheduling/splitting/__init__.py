@@ -1,1 +1,1 @@
-"""Requests in parts: where DynaServe cuts them, and what its engines batch (arXiv:2504.09285)."""
+"""Requests in parts: where DynaServe cuts them (arXiv:2504.09285)."""

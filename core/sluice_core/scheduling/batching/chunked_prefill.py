@@ -7,7 +7,7 @@ finish at the last non-zero size, unstarted ones return to their router, recompu
 
 No class starves:
 
-- decodes and joining requests always have their token (``phase_switch_batching``: but for phases of prefills);
+- decodes and joining requests always have their token (``phase_switch``: but for phases of prefills);
 - recompute goes ahead of other prefills;
 - within a class the order is by arrival, and priority is worth a bounded head start, so every request becomes first;
 - where decodes fill the chunk, prefills still get a small chunk now and then (minimum progress,

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice_core.records import MoveCause, Role
-from sluice_core.scheduling.chunked_prefill_batching import (
+from sluice_core.scheduling.batching.chunked_prefill import (
     MIN_PROGRESS_INTERVAL_S,
     MIN_PROGRESS_TOKENS,
     RECOMPUTE_TOKENS,

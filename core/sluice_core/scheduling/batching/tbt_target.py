@@ -11,11 +11,11 @@ import math
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import IterationShape, MoveCause, MoveProposal
-from sluice_core.scheduling.chunked_prefill_batching import ChunkedPrefillPolicy
+from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
+from sluice_core.scheduling.batching.profile_table import ProfileTable
 from sluice_core.scheduling.decode_flow import propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch
-from sluice_core.scheduling.splitting.profile_table import ProfileTable
 from sluice_core.strategy_parameters import StrategyParameters
 
 

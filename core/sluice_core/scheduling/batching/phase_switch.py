@@ -12,7 +12,7 @@ from typing import Final
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import MoveProposal
-from sluice_core.scheduling.chunked_prefill_batching import ChunkedPrefillPolicy
+from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch, PhaseReport
