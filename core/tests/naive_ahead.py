@@ -57,7 +57,7 @@ class Plan:
     has_preempted: bool = False
     is_cut: bool = False  # somebody found no block: nobody behind has a token
     is_alone: bool = False  # prefills, while decodes wait
-    lost_tokens: int = 0  # of the prefill room, given to somebody who cannot use them
+    lost_tokens: int = 0  # of the prefill budget, given to somebody who cannot use them
 
     def reserved(self):
         return sum(need for _, _, need in self.chunks)
@@ -273,7 +273,7 @@ class AheadEngine(NaiveEngine):
 
     def feed_started(self, plan, limits, number):
         """Give the prefills that have started the blocks of their chunks; returns those that have them."""
-        room = limits.prefill_room_tokens
+        room = limits.prefill_budget_tokens
         for request in self.started():
             if plan.is_cut or room <= 0:
                 break
@@ -292,7 +292,7 @@ class AheadEngine(NaiveEngine):
         return [r for r, _, _ in plan.chunks] if plan.is_cut else self.started()
 
     def fill_room(self, plan, limits, number, fed):
-        room, is_blocked = limits.prefill_room_tokens - plan.lost_tokens, plan.has_preempted
+        room, is_blocked = limits.prefill_budget_tokens - plan.lost_tokens, plan.has_preempted
         for request in sorted(self.queue, key=self.key):
             if room <= 0:
                 break

@@ -273,7 +273,7 @@ class NaiveEngine:
                 is_stalled=self.is_stalled,
             ),
         )
-        room, is_blocked, chunks = limits.prefill_room_tokens, False, []
+        room, is_blocked, chunks = limits.prefill_budget_tokens, False, []
         for request in sorted(self.queue, key=self.key):
             if room <= 0 or not limits.has_place_for(request.to_compute - request.computed, room):
                 break

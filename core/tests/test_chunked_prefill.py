@@ -59,7 +59,7 @@ batches = st.builds(
 def test_whole_prompts_are_batched_until_they_saturate_the_gpu(saturation, taken, next_tokens, has_place):
     limits = POLICY.limits(NOW, make_batch(chunk_size_tokens=1024, num_new_prompts=1))
     limits.saturation_tokens = saturation
-    assert limits.has_place_for(next_tokens, limits.prefill_room_tokens - taken) is has_place
+    assert limits.has_place_for(next_tokens, limits.prefill_budget_tokens - taken) is has_place
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_whole_prompts_are_batched_until_they_saturate_the_gpu(saturation, taken
 )
 def test_room_is_what_decodes_and_joining_requests_leave_of_the_chunk(decodes, joining, room):
     limits = POLICY.limits(NOW, make_batch(num_decodes=decodes, num_joining=joining, num_new_prompts=1))
-    assert limits.prefill_room_tokens == room
+    assert limits.prefill_budget_tokens == room
     assert limits.token_budget == decodes + joining + room
     assert limits.max_tokens_per_prefill == room
     assert limits.hides(RequestKind.NEW_PROMPT) == (room == 0)
@@ -79,7 +79,7 @@ def test_room_is_what_decodes_and_joining_requests_leave_of_the_chunk(decodes, j
 @pytest.mark.parametrize("chunk", [1, 2])
 def test_the_smallest_chunk_sizes_and_rooms_are_used(chunk):
     limits = POLICY.limits(NOW, make_batch(chunk_size_tokens=chunk, num_decodes=chunk - 1, num_new_prompts=1))
-    assert (limits.prefill_room_tokens, limits.token_budget, limits.returns_new_prompts) == (1, chunk, False)
+    assert (limits.prefill_budget_tokens, limits.token_budget, limits.returns_new_prompts) == (1, chunk, False)
     assert not any(limits.hides(kind) for kind in RequestKind)
 
 
@@ -88,17 +88,17 @@ def test_papers_count_prefill_tokens_alone():
     policy = ChunkedPrefillPolicy(counts_decodes=False)
     batch = make_batch(num_decodes=100, num_joining=20, num_new_prompts=1)
     for product in (ChunkedPrefillPolicy(), ChunkedPrefillPolicy(counts_decodes=True)):
-        assert product.limits(NOW, batch).prefill_room_tokens == 136
+        assert product.limits(NOW, batch).prefill_budget_tokens == 136
     limits = policy.limits(NOW, batch)
-    assert (limits.prefill_room_tokens, limits.token_budget) == (256, 376)
-    assert policy.limits(NOW, make_batch(num_decodes=100, max_batch_tokens=300)).prefill_room_tokens == 200
+    assert (limits.prefill_budget_tokens, limits.token_budget) == (256, 376)
+    assert policy.limits(NOW, make_batch(num_decodes=100, max_batch_tokens=300)).prefill_budget_tokens == 200
 
 
 @pytest.mark.parametrize("hidden", [RequestKind.RECOMPUTE, RequestKind.STARTED_PREFILL, RequestKind.NEW_PROMPT])
 def test_each_class_is_hidden_by_its_own_switch(hidden):
     limits = BatchLimits(
         token_budget=1,
-        prefill_room_tokens=1,
+        prefill_budget_tokens=1,
         max_tokens_per_prefill=1,
         runs_recompute=hidden is not RequestKind.RECOMPUTE,
         runs_started_prefills=hidden is not RequestKind.STARTED_PREFILL,
@@ -128,7 +128,7 @@ def test_chunk_size_zero_ends_what_has_started_and_begins_nothing(started, recom
             last_prefill_s=NOW - 60,
         ),
     )
-    assert limits.prefill_room_tokens == room
+    assert limits.prefill_budget_tokens == room
     assert limits.hides(RequestKind.NEW_PROMPT)
     assert limits.returns_new_prompts
     assert limits.hides(RequestKind.STARTED_PREFILL) == (room == 0)
@@ -137,7 +137,7 @@ def test_chunk_size_zero_ends_what_has_started_and_begins_nothing(started, recom
 
 def test_a_started_prefill_of_an_engine_that_never_had_a_chunk_ends_as_recompute_does():
     batch = make_batch(chunk_size_tokens=0, last_chunk_size_tokens=0, num_decodes=40, num_started_prefills=1)
-    assert POLICY.limits(NOW, batch).prefill_room_tokens == RECOMPUTE_TOKENS - 40
+    assert POLICY.limits(NOW, batch).prefill_budget_tokens == RECOMPUTE_TOKENS - 40
 
 
 def test_draining_returns_new_prompts_and_ends_started_ones():
@@ -150,8 +150,8 @@ def test_draining_returns_new_prompts_and_ends_started_ones():
 @given(batch=batches)
 def test_decodes_and_joining_requests_are_never_cut(batch):
     limits = POLICY.limits(NOW, batch)
-    assert limits.token_budget == batch.num_decodes + batch.num_joining + limits.prefill_room_tokens
-    assert limits.prefill_room_tokens >= 0
+    assert limits.token_budget == batch.num_decodes + batch.num_joining + limits.prefill_budget_tokens
+    assert limits.prefill_budget_tokens >= 0
     assert not limits.hides(RequestKind.DECODE)
     assert not limits.hides(RequestKind.JOINING)
 
@@ -171,16 +171,16 @@ def test_waiting_prefills_progress_at_least_once_per_interval(batch):
     takes_new = batch.chunk_size_tokens > 0 and not batch.is_draining
     waiting = batch.num_recomputing + batch.num_started_prefills + (batch.num_new_prompts if takes_new else 0)
     if waiting:
-        assert limits.prefill_room_tokens > 0
+        assert limits.prefill_budget_tokens > 0
     if limits.is_minimum_progress:
-        assert limits.prefill_room_tokens <= max(MIN_PROGRESS_TOKENS, batch.block_size_tokens)
+        assert limits.prefill_budget_tokens <= max(MIN_PROGRESS_TOKENS, batch.block_size_tokens)
 
 
 def test_minimum_progress_waits_for_its_interval():
     full = make_batch(num_decodes=256, num_new_prompts=1, last_prefill_s=NOW - MIN_PROGRESS_INTERVAL_S / 2)
-    assert POLICY.limits(NOW, full).prefill_room_tokens == 0
+    assert POLICY.limits(NOW, full).prefill_budget_tokens == 0
     limits = POLICY.limits(NOW + MIN_PROGRESS_INTERVAL_S, full)
-    assert (limits.prefill_room_tokens, limits.is_minimum_progress) == (MIN_PROGRESS_TOKENS, True)
+    assert (limits.prefill_budget_tokens, limits.is_minimum_progress) == (MIN_PROGRESS_TOKENS, True)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_minimum_progress_waits_for_its_interval():
 )
 def test_minimum_progress_is_bounded(changes, room):
     limits = POLICY.limits(NOW, make_batch(last_prefill_s=NOW - MIN_PROGRESS_INTERVAL_S, **changes))
-    assert (limits.prefill_room_tokens, limits.is_minimum_progress) == (room, True)
+    assert (limits.prefill_budget_tokens, limits.is_minimum_progress) == (room, True)
 
 
 def test_classes_are_served_in_order_and_within_a_class_by_arrival():

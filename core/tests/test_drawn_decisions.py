@@ -269,7 +269,7 @@ def batch(name, number):
             limits.withholds_decodes,
         )
         words.append(
-            f"{limits.token_budget}/{limits.prefill_room_tokens}/{limits.max_tokens_per_prefill}/"
+            f"{limits.token_budget}/{limits.prefill_budget_tokens}/{limits.max_tokens_per_prefill}/"
             f"{limits.saturation_tokens} {''.join('ny'[flag] for flag in flags)}"
         )
         numbers.append(limits.room_per_work)

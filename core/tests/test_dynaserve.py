@@ -89,7 +89,7 @@ def test_prefills_fill_an_iteration_up_to_the_target(target_s, slo_s, limit_s):
     policy, decodes = make_policy(tbt_target_s=target_s)
     join(decodes, tpot_slo_s=slo_s)
     limits = policy.limits(NOW, make_batch(num_decodes=20, decode_context_tokens=20_000))
-    tokens = limits.fit_chunk(limits.prefill_room_tokens, 0, 16)
+    tokens = limits.fit_chunk(limits.prefill_budget_tokens, 0, 16)
 
     def take_s(tokens):
         shape = make_shape(prefill_tokens=tokens, attention_work=tokens * tokens / 2, decode_context_tokens=20_000)
@@ -103,12 +103,12 @@ def test_a_slower_engine_gets_smaller_iterations():
     policy, decodes = make_policy()
     join(decodes)
     batch = make_batch(num_decodes=20, decode_context_tokens=20_000)
-    before = policy.limits(NOW, batch).prefill_room_tokens
+    before = policy.limits(NOW, batch).prefill_budget_tokens
     for _ in range(30):
         for tokens in (100, 200, 400, 800):
             shape = make_shape(prefill_tokens=tokens, decode_context_tokens=20_000)
             policy.record_iteration(shape, 1.3 * A100.estimate_shape_s(shape))
-    assert 0.4 * before < policy.limits(NOW, batch).prefill_room_tokens < 0.85 * before
+    assert 0.4 * before < policy.limits(NOW, batch).prefill_budget_tokens < 0.85 * before
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_without_decodes_or_prompts_the_chunk_size_alone_limits(changes):
     policy, decodes = make_policy()
     join(decodes)
     batch = make_batch(**{"num_decodes": 20, "decode_context_tokens": 20_000} | changes)
-    assert policy.limits(NOW, batch).prefill_room_tokens == max(0, 2048 - batch.num_decodes)
+    assert policy.limits(NOW, batch).prefill_budget_tokens == max(0, 2048 - batch.num_decodes)
 
 
 def test_decodes_without_an_objective_limit_nothing():
     policy, decodes = make_policy()
     join(decodes, tpot_slo_s=math.inf)
-    assert policy.limits(NOW, make_batch(num_decodes=20)).prefill_room_tokens == 2028
+    assert policy.limits(NOW, make_batch(num_decodes=20)).prefill_budget_tokens == 2028
 
 
 def test_decodes_are_proposed_shortly_before_their_part_ends_and_again_ever_more_rarely():

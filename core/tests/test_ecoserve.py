@@ -59,7 +59,7 @@ KINDS = [
 @pytest.mark.parametrize(("field", "kind"), KINDS, ids=[field for field, _ in KINDS])
 def test_a_prefill_has_the_whole_chunk_and_decodes_wait(field, kind):
     limits = make_policy().limits(NOW, make_batch(num_decodes=300, **{field: 1}))
-    assert limits.prefill_room_tokens == limits.token_budget == 2048
+    assert limits.prefill_budget_tokens == limits.token_budget == 2048
     assert limits.hides(RequestKind.DECODE)
     assert not limits.hides(kind)
     assert not limits.hides(RequestKind.JOINING)
@@ -77,7 +77,7 @@ def test_a_prefill_has_the_whole_chunk_and_decodes_wait(field, kind):
 )
 def test_decodes_run_alone_where_no_prefill_can(changes):
     limits = make_policy().limits(NOW, make_batch(num_decodes=300, **changes))
-    assert (limits.prefill_room_tokens, limits.token_budget) == (0, 300)
+    assert (limits.prefill_budget_tokens, limits.token_budget) == (0, 300)
     assert not limits.hides(RequestKind.DECODE)
     assert all(limits.hides(kind) for _, kind in KINDS)
     assert limits.returns_new_prompts is ("is_draining" in changes or "chunk_size_tokens" in changes)
@@ -134,7 +134,7 @@ def test_an_engine_asks_with_its_time_and_its_decodes_also_where_these_wait(sche
 def test_an_iteration_never_has_both_and_what_is_asked_stays_as_it_was(batch):
     num_decodes = batch.num_decodes
     limits = make_policy().limits(NOW, batch)
-    assert (limits.prefill_room_tokens > 0) is limits.withholds_decodes
+    assert (limits.prefill_budget_tokens > 0) is limits.withholds_decodes
     assert limits.hides(RequestKind.DECODE) is limits.withholds_decodes
     assert batch.num_decodes == num_decodes
     assert limits.token_budget <= batch.max_batch_tokens or not limits.withholds_decodes

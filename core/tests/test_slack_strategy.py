@@ -28,7 +28,7 @@ from sluice_core.scheduling.decode_set import LOST_BACK_OFF_S, DecodeSet
 from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
+from sluice_core.scheduling.prefill_budget import fit_prefill_budget
 from sluice_core.scheduling.slack.slack_waiting_order import WaitingOrder
 from sluice_core.sim.sim_setup import Arrival, Cell, SimOptions
 from sluice_core.sim.simulation import Simulation
@@ -97,10 +97,10 @@ def test_a_decode_with_few_tokens_may_be_behind_by_what_it_catches_up():
     assert find(8) == pytest.approx(0.05 + 5 * 0.07)
     assert decodes.find_least_slack_s(10.0, catch_up_tokens=8, decode_s=0.2) == pytest.approx(0.05)  # never catches up
     beside = make_batch(num_decodes=1, decode_context_tokens=100)
-    rooms = [bind(decodes, catch_up_tokens=tokens).limits(10.0, beside).prefill_room_tokens for tokens in (0, 8)]
+    rooms = [bind(decodes, catch_up_tokens=tokens).limits(10.0, beside).prefill_budget_tokens for tokens in (0, 8)]
     assert rooms[0] < rooms[1]
     begins = make_batch(num_decodes=2, decode_context_tokens=100)
-    rooms = [bind(decodes, catch_up_tokens=tokens).limits(10.0, begins).prefill_room_tokens for tokens in (0, 1, 8)]
+    rooms = [bind(decodes, catch_up_tokens=tokens).limits(10.0, begins).prefill_budget_tokens for tokens in (0, 1, 8)]
     assert rooms[0] == rooms[1] < rooms[2]
 
 
@@ -124,7 +124,7 @@ def test_a_room_is_the_most_that_ends_within_its_limit(limit_s, num_decodes, con
             IterationShape(prefill_tokens=tokens, num_chunks=1, num_decodes=num_decodes, decode_context_tokens=context)
         )
 
-    tokens = fit_prefill_room(A100, limit_s, most, num_decodes, context).tokens
+    tokens = fit_prefill_budget(A100, limit_s, most, num_decodes, context).tokens
     assert 0 <= tokens <= most
     assert tokens == 0 or estimate_s(tokens) <= limit_s
     assert tokens == most or estimate_s(tokens + 2 + tokens // 64) > limit_s
@@ -139,7 +139,7 @@ def test_a_room_is_the_most_that_ends_within_its_limit(limit_s, num_decodes, con
 def test_a_chunk_takes_no_more_room_with_its_attention_than_there_is(room, context, per_work, least):
     limits = BatchLimits(
         token_budget=room,
-        prefill_room_tokens=room,
+        prefill_budget_tokens=room,
         max_tokens_per_prefill=room,
         runs_recompute=True,
         runs_started_prefills=True,
@@ -158,7 +158,7 @@ def test_an_iteration_ends_within_the_slack_of_every_decode():
     policy = bind(make_decodes(("slow", 9.0, 10, 0.11), ("other", 9.5, 10, 0.11)))
     limits = policy.limits(10.0, make_batch(num_decodes=2, decode_context_tokens=300))
     slack_s = 0.98 * 10 * 0.11 - 1.0
-    for chunk in (limits.fit_chunk(limits.prefill_room_tokens, 8000, 16), limits.prefill_room_tokens // 2):
+    for chunk in (limits.fit_chunk(limits.prefill_budget_tokens, 8000, 16), limits.prefill_budget_tokens // 2):
         shape = IterationShape(
             prefill_tokens=chunk,
             attention_work=chunk * (8000 + chunk / 2) if chunk > 1 else 0.0,
@@ -166,27 +166,27 @@ def test_an_iteration_ends_within_the_slack_of_every_decode():
             num_decodes=2,
             decode_context_tokens=300,
         )
-        if limits.count_room(chunk, 8000) <= limits.prefill_room_tokens:
+        if limits.count_room(chunk, 8000) <= limits.prefill_budget_tokens:
             assert A100.estimate_shape_s(shape) <= slack_s * 1.02
-    assert 0 < limits.prefill_room_tokens < 2046
+    assert 0 < limits.prefill_budget_tokens < 2046
     waits = policy.limits(10.0, make_batch(num_decodes=2, num_under_way=1, under_way_s=0.2))
-    assert waits.prefill_room_tokens == 0
+    assert waits.prefill_budget_tokens == 0
     assert not waits.runs_new_prompts
 
 
 def test_without_decodes_the_chunk_size_is_the_limit_and_late_decodes_leave_minimum_progress():
-    assert bind(make_decodes()).limits(10.0, make_batch()).prefill_room_tokens == 2048
+    assert bind(make_decodes()).limits(10.0, make_batch()).prefill_budget_tokens == 2048
     late = bind(make_decodes(("late", 9.0, 9, 0.11)))
-    assert late.limits(10.0, make_batch(num_decodes=1)).prefill_room_tokens == 0
+    assert late.limits(10.0, make_batch(num_decodes=1)).prefill_budget_tokens == 0
     limits = late.limits(10.3, make_batch(num_decodes=1))
-    assert (limits.prefill_room_tokens, limits.is_minimum_progress, limits.room_per_work) == (128, True, 0.0)
+    assert (limits.prefill_budget_tokens, limits.is_minimum_progress, limits.room_per_work) == (128, True, 0.0)
 
 
 def test_a_decode_that_is_about_to_begin_bounds_the_iteration_by_one_gap():
     decodes = make_decodes(("fast", 9.9, 50, 0.11))
     policy = bind(decodes)
-    alone = policy.limits(10.0, make_batch(num_decodes=1)).prefill_room_tokens
-    beside = policy.limits(10.0, make_batch(num_decodes=2)).prefill_room_tokens
+    alone = policy.limits(10.0, make_batch(num_decodes=1)).prefill_budget_tokens
+    beside = policy.limits(10.0, make_batch(num_decodes=2)).prefill_budget_tokens
     shape = IterationShape(prefill_tokens=beside, num_chunks=1, num_decodes=2)
     assert beside < alone
     assert A100.estimate_shape_s(shape) <= 0.98 * 0.11
@@ -196,7 +196,7 @@ def test_a_decode_that_is_about_to_begin_bounds_the_iteration_by_one_gap():
 def test_prompts_get_their_share_of_an_iteration_whatever_decodes_can_spare(first_token_s: float) -> None:
     decodes = make_decodes(("slow", first_token_s, 10, 0.11))
     batch = make_batch(num_decodes=1, decode_context_tokens=300)
-    room = bind(decodes, least_prefill_share=0.1).limits(10.0, batch).prefill_room_tokens
+    room = bind(decodes, least_prefill_share=0.1).limits(10.0, batch).prefill_budget_tokens
     alone_s, beside_s = (
         A100.estimate_shape_s(
             IterationShape(prefill_tokens=tokens, num_chunks=1, num_decodes=1, decode_context_tokens=300)
@@ -205,7 +205,7 @@ def test_prompts_get_their_share_of_an_iteration_whatever_decodes_can_spare(firs
     )
     longest_s = max(alone_s + 0.1 * 0.11, 0.98 * 10 * 0.11 - (10.0 - first_token_s))
     assert 0.95 * longest_s <= beside_s <= longest_s
-    without = bind(decodes).limits(10.0, batch).prefill_room_tokens
+    without = bind(decodes).limits(10.0, batch).prefill_budget_tokens
     assert without == (0 if first_token_s == 8.5 else room)
 
 

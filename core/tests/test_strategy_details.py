@@ -13,8 +13,8 @@ from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
+from sluice_core.scheduling.prefill_budget import fit_prefill_budget
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
-from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
 from sluice_core.scheduling.rolling.macro_instances import MacroInstances
 from sluice_core.scheduling.splitting.output_lengths import KnownLengths, NoisyLengths, RunningQuantile
 from sluice_core.scheduling.waiting_order import MAX_ASSIGNED_AT_ONCE, compute_urgency, select_urgent
@@ -91,13 +91,13 @@ def test_least_work_is_of_tokens_then_of_the_share_of_kv():
 
 def test_attention_takes_room_in_the_time_of_tokens():
     """0.1 ms per token and 10 ns per pair beside 3 decodes of 1,000 tokens: a pair takes 1e-4 of a token's room."""
-    room = fit_prefill_room(LINE, 0.05, 2048, 3, 3000)
+    room = fit_prefill_budget(LINE, 0.05, 2048, 3, 3000)
     assert room.tokens == pytest.approx((0.05 - 0.0103 - 0.0003) / 1e-4, abs=8)
     assert room.per_work == pytest.approx(1e-4, rel=0.01)
     steps = IterationProfile(
         linear_s=(0.0, *(0.01 + 1e-4 * 8 * row for row in range(300))), prefill_work_s=1e-8, decode_context_s=1e-6
     )
-    found = fit_prefill_room(steps, 0.1, 2048, 40, 2000)
+    found = fit_prefill_budget(steps, 0.1, 2048, 40, 2000)
     used_s = steps.estimate_shape_s(
         IterationShape(prefill_tokens=found.tokens, num_chunks=1, num_decodes=40, decode_context_tokens=2000)
     ) - steps.estimate_shape_s(IterationShape(num_chunks=1, num_decodes=40, decode_context_tokens=2000))
@@ -168,7 +168,7 @@ def test_slack_is_over_the_iterations_that_are_under_way():
             last_prefill_s=10.0,
             **changes,
         )
-        return policy.limits(10.0, batch).prefill_room_tokens
+        return policy.limits(10.0, batch).prefill_budget_tokens
 
     # 10 gaps of 110 ms since 9.0 are over at 10.1, 11 at 10.21, 12 at 10.32; one under way takes its time off.
     assert limit() == pytest.approx((0.1 - 0.0101) / 1e-4, rel=0.02)

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from sluice_engine.server.metrics import EngineCollector
+from sluice_engine.server.prometheus_metrics import EngineCollector
 from sluice_operator.metrics import OperatorMetrics
 
 if TYPE_CHECKING:

@@ -114,7 +114,7 @@ INSTANCE_ATTRIBUTES: dict[tuple[type, str], tuple[str, ...]] = {
         "self.grammar_compile_error_reqs",
         "self.recompute_kv_load_failures",
     ),
-    # The hook that hands out prefill room, and the order that preemption follows.
+    # The hook that hands out the prefill budget, and the order that preemption follows.
     (Scheduler, "schedule"): (
         "self._reserve_prefill_lookahead(",
         "self.kv_cache_manager.allocate_slots(",

@@ -12,9 +12,9 @@ import pytest
 
 from sluice.v1 import sampling_pb2
 from sluice_engine import core_messages
-from sluice_engine.server import metrics
 from sluice_engine.server.counters import ServerCounters
 from sluice_engine.server.probes import start_http
+from sluice_engine.server.prometheus_metrics import LOAD_COUNTERS, LOAD_GAUGES, SERVER_COUNTERS
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_metrics_are_what_the_server_has_now(address, server):
 
 
 def test_every_number_of_the_load_and_the_counters_has_a_metric():
-    named = {field for _, field, _ in (*metrics.LOAD_GAUGES, *metrics.LOAD_COUNTERS, *metrics.SERVER_COUNTERS)}
+    named = {field for _, field, _ in (*LOAD_GAUGES, *LOAD_COUNTERS, *SERVER_COUNTERS)}
     expected = {*core_messages.SchedulerLoad.__struct_fields__, *ServerCounters.__dataclass_fields__}
     of_the_moment = {"prefill_phase_s", "saved_tpot_s"}
     assert expected - named - of_the_moment == {"finished", "is_draining", "generation", "queued_attention_work"}

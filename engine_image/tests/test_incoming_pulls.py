@@ -11,9 +11,9 @@ from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY
 from sluice_core.strategy_parameters import StrategyParameters
 from sluice_engine.core_messages import NUM_TOKENS_KEY, PulledPart, RequestExtras
+from sluice_engine.kv_transfer.incoming_pulls import PULL_START_S, IncomingPulls
 from sluice_engine.kv_transfer.kv_handles import MalformedHandleError
-from sluice_engine.scheduling.incoming_pulls import PULL_START_S, IncomingPulls
-from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest
+from sluice_engine.request_tracker import RequestTracker, TrackedRequest
 
 NOW_S = 100.0
 BLOCK = 16

@@ -12,19 +12,19 @@ from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_engine.core_messages import ConfigureCommand, RequestExtras
 from sluice_engine.scheduling.move_proposals import MoveProposer
-from sluice_engine.scheduling.plan_in_force import PlanInForce
+from sluice_engine.scheduling.received_plan import ReceivedPlan
 
 NOW_S = 100.0
 
 
-def make_proposer(role: str) -> tuple[PlanInForce, MoveProposer]:
+def make_proposer(role: str) -> tuple[ReceivedPlan, MoveProposer]:
     decodes = DecodeSet(block_size_tokens=16, max_num_seqs=64)
-    plan = PlanInForce(decodes, max_batch_tokens=512)
+    plan = ReceivedPlan(decodes, max_batch_tokens=512)
     configure(plan, 1, role=role)
     return plan, MoveProposer(decodes, plan)
 
 
-def configure(plan: PlanInForce, generation: int, **changes: Any) -> None:
+def configure(plan: ReceivedPlan, generation: int, **changes: Any) -> None:
     fields: dict[str, Any] = {"role": "P-heavy", "chunk_size_tokens": 256, "strategy": "TaiChi"}
     fields |= {"chunk_sizes_tokens": [256, 512], **changes}
     assert not plan.configure(ConfigureCommand(generation=generation, **fields)).error

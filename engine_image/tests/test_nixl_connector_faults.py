@@ -11,7 +11,7 @@ import pytest
 from engine_harness import BLOCK_SIZE, make_prompt, run_alone, wait
 
 from sluice_engine import core_messages
-from sluice_engine.scheduling import incoming_pulls
+from sluice_engine.kv_transfer import incoming_pulls
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,8 +12,8 @@ import pytest
 from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_engine.core_messages import RequestExtras
+from sluice_engine.request_tracker import RequestTracker, TrackedRequest
 from sluice_engine.scheduling.prefill_selection import PrefillSelection
-from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest
 
 pytestmark = pytest.mark.engine
 

@@ -14,11 +14,11 @@ from sluice_core.strategies import DEFAULT_STRATEGY, get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
 from sluice_engine.core_messages import ConfigureCommand, RequestExtras, SchedulerLoad
 from sluice_engine.kv_transfer.grants import GrantTable
+from sluice_engine.request_tracker import RequestTracker, TrackedRequest, track_request
 from sluice_engine.scheduling.iteration_timer import IterationTimer
 from sluice_engine.scheduling.kv_usage import KvUsage
-from sluice_engine.scheduling.load_measurement import measure_load
-from sluice_engine.scheduling.prefill_room_division import PrefillChunks, count_ending_decodes
-from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest, track_request
+from sluice_engine.scheduling.load_report import measure_load
+from sluice_engine.scheduling.prefill_chunks import PrefillChunks, count_ending_decodes
 from sluice_engine.scheduling.scheduled_batch import describe_batch, settle_batch
 
 NOW_S = 100.0
@@ -265,7 +265,7 @@ def test_an_iteration_takes_its_time_from_the_end_of_the_one_before_it() -> None
 
 
 class Room:
-    """The prefill room of an engine with 20 blocks free."""
+    """The prefill budget of an engine with 20 blocks free."""
 
     def __init__(self) -> None:
         self.tracker = make_tracker()
@@ -278,7 +278,7 @@ class Room:
 
     def renew(self, chunk_size_tokens: int = 256, now_s: float = NOW_S, *, last: int = 256, **plan: Any) -> int:
         command = ConfigureCommand(generation=1, role="D-heavy", chunk_size_tokens=chunk_size_tokens, **plan)
-        return self.room.renew(command, last, now_s).prefill_room_tokens
+        return self.room.renew(command, last, now_s).prefill_budget_tokens
 
 
 def test_decodes_and_arrivals_leave_the_rest_of_the_chunk() -> None:

@@ -15,8 +15,8 @@ from sluice_core.scheduling.engine_policy import PrefillSelector, RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY
 from sluice_core.strategy_parameters import StrategyParameters
 from sluice_engine.core_messages import IterationReport
+from sluice_engine.request_tracker import RequestTracker
 from sluice_engine.scheduling.prefill_selection import PrefillSelection
-from sluice_engine.scheduling.request_tracker import RequestTracker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

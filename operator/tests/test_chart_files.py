@@ -20,7 +20,7 @@ from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 
-from sluice_engine.server.metrics import EngineCollector
+from sluice_engine.server.prometheus_metrics import EngineCollector
 from sluice_operator.api.condition_types import REASONS, ConditionType
 from sluice_operator.kubernetes.rbac import LEASE_RULES, NODE_RULES, RULES
 from sluice_operator.metrics import CONDITION_LABELS, OperatorMetrics

@@ -64,7 +64,7 @@ class LatencyModel(Protocol):
         Args:
             num_decodes: Decodes of each iteration.
             decode_context_tokens: Sum of their contexts.
-            room_tokens: Prefill room of each iteration.
+            room_tokens: Prefill budget of each iteration.
         """
         ...
 
@@ -84,7 +84,7 @@ class LatencyModel(Protocol):
             tokens: Prompt tokens to compute.
             attention_work: Their attention work, as in ``IterationShape``.
             num_prompts: Prompts they belong to.
-            room_tokens: Prefill room of each iteration.
+            room_tokens: Prefill budget of each iteration.
             num_decodes: Decodes of each iteration.
             decode_context_tokens: Sum of their contexts.
 

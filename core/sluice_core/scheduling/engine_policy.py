@@ -71,7 +71,7 @@ class BatchLimits:
 
     Args:
         token_budget: Most tokens of the iteration; never under decodes + joining.
-        prefill_room_tokens: Part of it for local prefills and recompute together.
+        prefill_budget_tokens: Part of it for local prefills and recompute together.
         max_tokens_per_prefill: Most tokens of one prefill or recompute chunk.
         runs_recompute: Requests to recompute may have tokens.
         runs_started_prefills: Started prefills may have tokens.
@@ -87,7 +87,7 @@ class BatchLimits:
     __slots__ = (
         "is_minimum_progress",
         "max_tokens_per_prefill",
-        "prefill_room_tokens",
+        "prefill_budget_tokens",
         "returns_new_prompts",
         "room_per_work",
         "runs_new_prompts",
@@ -102,7 +102,7 @@ class BatchLimits:
         self,
         *,
         token_budget: int,
-        prefill_room_tokens: int,
+        prefill_budget_tokens: int,
         max_tokens_per_prefill: int,
         runs_recompute: bool,
         runs_started_prefills: bool,
@@ -116,7 +116,7 @@ class BatchLimits:
         self.withholds_decodes = withholds_decodes
         self.saturation_tokens = saturation_tokens
         self.token_budget = token_budget
-        self.prefill_room_tokens = prefill_room_tokens
+        self.prefill_budget_tokens = prefill_budget_tokens
         self.max_tokens_per_prefill = max_tokens_per_prefill
         self.runs_recompute = runs_recompute
         self.runs_started_prefills = runs_started_prefills
@@ -130,18 +130,18 @@ class BatchLimits:
 
         Args:
             num_tokens: Tokens that it has left to compute.
-            room_tokens: What is left of the prefill room.
+            room_tokens: What is left of the prefill budget.
 
         Source: DistServe, section 4.3: whole prompts up to what saturates the GPU, and a longer one alone.
         """
-        taken = self.prefill_room_tokens - room_tokens
+        taken = self.prefill_budget_tokens - room_tokens
         return taken == 0 or self.saturation_tokens == 0 or taken + num_tokens <= self.saturation_tokens
 
     def fit_chunk(self, room_tokens: int, context_tokens: int, least_tokens: int) -> int:
         """Compute the largest chunk of a prompt that a room holds together with its attention.
 
         Args:
-            room_tokens: What is left of the prefill room.
+            room_tokens: What is left of the prefill budget.
             context_tokens: Tokens of the prompt that are computed.
             least_tokens: Tokens by which it goes on where its context alone uses the room up.
 

@@ -82,7 +82,7 @@ class EngineView:
         per_token_s: Prefill time per token.
         per_work_s: Prefill time per token pair of attention.
         per_iteration_s: Time of each iteration beside its prefill tokens.
-        room_tokens: Prefill room.
+        room_tokens: Prefill budget.
         available_tokens: Tokens of a prompt for which KV blocks are left.
         available_seqs: Requests for which there are seats, beside those that run, wait or are on their way.
         transfer_latency_s: Fixed part of T; 0 where decode stays.
@@ -157,7 +157,7 @@ Entry: TypeAlias = tuple[
     float,  # square_s: seconds per squared prompt token (attention)
     float,  # token_s: seconds per prompt token, with transfer
     float,  # iteration_s: seconds per iteration beside its prefill tokens
-    int,  # room_tokens: prefill room
+    int,  # room_tokens: prefill budget
     int,  # available_tokens: tokens of a prompt for which KV blocks are left
     float,  # latency_s: fixed part of the transfer time
     EngineView,
@@ -201,7 +201,7 @@ class EngineState:
         is_draining: Takes nothing new.
         load: Last report.
         reported_at_s: When it was received, on the caller's clock; None before the first.
-        room_tokens: Prefill room beside the reported decodes.
+        room_tokens: Prefill budget beside the reported decodes.
         queued_prefill_tokens: Reported queue plus own placements since.
         free_at_s: When that queue is empty, on the caller's clock.
         reserved_kv_blocks: KV blocks that queued prompts and own placements will take.

@@ -17,7 +17,7 @@ from sluice_core.latency import (
 from sluice_core.records import EngineId, IterationShape, RequestId, Role
 from sluice_core.router_shares import SHARE_MARGIN_TOKENS
 from sluice_core.scheduling.engine_state import EngineConfig, EngineLoad, EngineState, EngineView, Entry, InFlight
-from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
+from sluice_core.scheduling.prefill_budget import fit_prefill_budget
 
 __all__ = [
     "PROVEN_OBSERVATIONS",
@@ -298,7 +298,7 @@ class EngineTable:
         num_counted = num_decodes if self._counts_decodes else 0
         state.room_tokens = max(0, min(state.chunk_size_tokens, state.config.max_batch_tokens) - num_counted)
         if self._iteration_limit_s < math.inf:
-            fitting = fit_prefill_room(
+            fitting = fit_prefill_budget(
                 state.latency,
                 self._iteration_limit_s,
                 state.room_tokens,

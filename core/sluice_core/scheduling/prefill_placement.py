@@ -54,7 +54,7 @@ class LengthAwarePlacement:
     """Algorithm 2 (TaiChi, section 3.4), with early rejection, KV fit and recoveries.
 
     Aggregation and disaggregation are the same code: with equal chunk sizes nothing is transferred, and an engine with
-    chunk size 0 has no prefill room and is never feasible.
+    chunk size 0 has no prefill budget and is never feasible.
 
     Args:
         parameters: Live parameters; replace the attribute on a plan change.

@@ -1,1 +1,1 @@
-"""Hooks of vLLM's scheduler: room for prefills, pulls, moves, load."""
+"""Hooks of vLLM's scheduler: the plan, chunks of prefills, moves, load."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from sluice_engine.core_messages import ConfigureAnswer
-    from sluice_engine.scheduling.request_tracker import TrackedRequest
+    from sluice_engine.request_tracker import TrackedRequest
     from sluice_engine.scheduling.scheduled_batch import ScheduledBatch
 
 VARIABLE = "SLUICE_RECORD"

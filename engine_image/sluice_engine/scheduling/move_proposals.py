@@ -10,8 +10,8 @@ from sluice_engine.core_messages import ProposedMove
 if TYPE_CHECKING:
     from sluice_core.kv_blocks import KvBlocks
     from sluice_core.scheduling.decode_set import DecodeSet
-    from sluice_engine.scheduling.plan_in_force import PlanInForce
-    from sluice_engine.scheduling.request_tracker import TrackedRequest
+    from sluice_engine.request_tracker import TrackedRequest
+    from sluice_engine.scheduling.received_plan import ReceivedPlan
 
 
 # Stands for no objective: a finite number, by which no decode is ever late.
@@ -26,7 +26,7 @@ class MoveProposer:
         plan: The plan in force; its policy says which leave.
     """
 
-    def __init__(self, decodes: DecodeSet, plan: PlanInForce) -> None:
+    def __init__(self, decodes: DecodeSet, plan: ReceivedPlan) -> None:
         self._decodes = decodes
         self._plan = plan
         self._members: set[RequestId] = set()

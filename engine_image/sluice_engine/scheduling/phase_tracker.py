@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sluice_core.scheduling.engine_policy import EnginePolicy, PhaseReport
-    from sluice_engine.scheduling.request_tracker import RequestTracker
+    from sluice_engine.request_tracker import RequestTracker
     from sluice_engine.scheduling.scheduled_batch import ScheduledBatch
 
 

@@ -12,14 +12,14 @@ from sluice_core.kv_blocks import blocks_for_tokens
 from sluice_core.latency import OnlineLatencyModel
 from sluice_core.records import IterationShape
 from sluice_core.scheduling.engine_policy import RequestKind
-from sluice_engine.scheduling.request_tracker import PROMPT_KINDS
+from sluice_engine.request_tracker import PROMPT_KINDS
 
 if TYPE_CHECKING:
     from sluice_core.records import RequestId
     from sluice_core.scheduling.engine_policy import EngineBatch, EnginePolicy
     from sluice_engine.core_messages import IterationReport
+    from sluice_engine.request_tracker import RequestTracker, TrackedRequest
     from sluice_engine.scheduling.kv_usage import KvUsage
-    from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest
 
 
 class PrefillSelection:

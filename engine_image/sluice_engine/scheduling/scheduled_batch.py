@@ -11,7 +11,7 @@ from sluice_core.scheduling.engine_policy import RequestKind
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest
+    from sluice_engine.request_tracker import RequestTracker, TrackedRequest
 
 
 @dataclass(slots=True)

@@ -1,10 +1,11 @@
 """vLLM's scheduler under Sluice's batch policy.
 
 ``schedule()`` and ``update_from_output()`` stay vLLM's own. The mixin overrides the methods that they call, and hands
-each concern to its module: grants, prefill room, pulls, hand-offs, proposals, load.
+each concern to its module: grants, prefill budget, pulls, hand-offs, proposals, load.
 
 An iteration holds every running decode, then requests whose KV has arrived, both without limit; then recomputes and
-prefills within the prefill room. ``vllm_internals_check`` lists everything of vLLM that is used here and is not public.
+prefills within the prefill budget. ``vllm_internals_check`` lists everything of vLLM that is used here and is not
+public.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_engine import core_encoding, core_messages, vllm_internals_check
 from sluice_engine.child_processes import die_with_parent
 from sluice_engine.kv_transfer.grants import EngineRoom, GrantAllocator, GrantTable, answer_grant
+from sluice_engine.kv_transfer.incoming_pulls import IncomingPulls
 from sluice_engine.kv_transfer.kv_offers import KvOffers
 from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
 from sluice_engine.kv_transfer.output_replay import GrammarReplayError, replay_grammar, restore_output
 from sluice_engine.kv_transfer.part_pulls import PartPulls
+from sluice_engine.request_tracker import RequestTracker, track_request
 from sluice_engine.scheduling.fidelity_recorder import open_recorder
-from sluice_engine.scheduling.incoming_pulls import IncomingPulls
 from sluice_engine.scheduling.iteration_timer import IterationTimer
 from sluice_engine.scheduling.kv_usage import KvUsage
 from sluice_engine.scheduling.late_scheduling import ExpectedArrivals
-from sluice_engine.scheduling.load_measurement import measure_load
+from sluice_engine.scheduling.load_report import measure_load
 from sluice_engine.scheduling.move_proposals import MoveProposer
 from sluice_engine.scheduling.phase_tracker import PhaseTracker
-from sluice_engine.scheduling.plan_in_force import PlanInForce
-from sluice_engine.scheduling.prefill_room_division import PrefillChunks
+from sluice_engine.scheduling.prefill_chunks import PrefillChunks
 from sluice_engine.scheduling.prefill_selection import PrefillSelection
 from sluice_engine.scheduling.prefix_recorder import PrefixRecorder
+from sluice_engine.scheduling.received_plan import ReceivedPlan
 from sluice_engine.scheduling.report_outbox import ReportOutbox
-from sluice_engine.scheduling.request_tracker import RequestTracker, track_request
 from sluice_engine.scheduling.scheduled_batch import describe_batch, settle_batch
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         die_with_parent()
         manager = self.kv_cache_manager
         decodes = DecodeSet(block_size_tokens=self.block_size, max_num_seqs=self.max_num_running_reqs)
-        self._plan = PlanInForce(decodes, max_batch_tokens=self.max_num_scheduled_tokens)
+        self._plan = ReceivedPlan(decodes, max_batch_tokens=self.max_num_scheduled_tokens)
         self._moves = MoveProposer(decodes, self._plan)
         self._tracker = RequestTracker(self._plan.policy)
         self._grants = GrantTable(manager.block_pool)
@@ -301,7 +302,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         return output
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Hands out prefill room: vLLM calls this for every request before it gives it tokens."""
+        """Hands out the prefill budget: vLLM calls this for every request before it gives it tokens."""
         tracked = self._tracker.by_id[request.request_id]
         if tracked.kind is RequestKind.JOINING and tracked.num_brought_tokens:
             self._pulls.finish(tracked, has_failed=False)  # what it would pull is in the prefix cache

@@ -10,7 +10,7 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from sluice_engine.server.metrics import EngineCollector
+from sluice_engine.server.prometheus_metrics import EngineCollector
 
 if TYPE_CHECKING:
     from sluice_engine.server.engine_server import EngineServer

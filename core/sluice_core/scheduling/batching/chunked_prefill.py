@@ -1,9 +1,9 @@
 """Chunked prefill beside decodes (TaiChi, sections 3.1 and 3.5).
 
-The chunk size is the most tokens of an iteration, decodes included. Decodes
-are never cut; requests that arrive with their KV (joining) come next; local prefills get the rest, the *prefill
-room*: ``max(0, chunk size - decodes - joining)``. Chunk size 0 means no new prompts: prefills that have started
-finish at the last non-zero size, unstarted ones return to their router, recompute always runs, 2048 tokens at a time.
+The chunk size is the most tokens of an iteration, decodes included. Decodes are never cut; requests that arrive with
+their KV (joining) come next; local prefills get the rest, the *prefill budget*: ``max(0, chunk size - decodes -
+joining)``. Chunk size 0 means no new prompts: prefills that have started finish at the last non-zero size, unstarted
+ones return to their router, recompute always runs, 2048 tokens at a time.
 
 No class starves:
 
@@ -47,7 +47,7 @@ class ChunkedPrefillPolicy(EnginePolicy):
         ahead = engine.num_decodes + engine.num_joining  # one token each, never cut
         takes_new_prompts = engine.chunk_size_tokens > 0 and not engine.is_draining
         counted = ahead if self._counts_decodes else 0
-        # The prefill room: what the chunk size leaves beside decodes, within the engine's largest batch.
+        # The prefill budget: what the chunk size leaves beside decodes, within the engine's largest batch.
         room = max(0, min(_desired_room(engine, counted), engine.max_batch_tokens - ahead))
         room = self.bound_room(now, engine, room)
         is_minimum_progress = room == 0 and _is_progress_due(now, engine, takes_new_prompts=takes_new_prompts)
@@ -58,7 +58,7 @@ class ChunkedPrefillPolicy(EnginePolicy):
             room = max(0, min(least, engine.max_batch_tokens - ahead))
         return BatchLimits(
             token_budget=ahead + room,
-            prefill_room_tokens=room,
+            prefill_budget_tokens=room,
             max_tokens_per_prefill=room,
             runs_recompute=room > 0,
             runs_started_prefills=room > 0,
@@ -68,7 +68,7 @@ class ChunkedPrefillPolicy(EnginePolicy):
         )
 
     def bound_room(self, now: float, engine: EngineBatch, room_tokens: int) -> int:  # noqa: ARG002 - for overrides
-        """Bound the prefill room further.
+        """Bound the prefill budget further.
 
         Args:
             now: See ``limits``.

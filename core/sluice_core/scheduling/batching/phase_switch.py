@@ -48,13 +48,13 @@ class PhaseBatching(ChunkedPrefillPolicy):
             engine.num_decodes = 0
             limits = super().limits(now, engine)
             engine.num_decodes = num_decodes
-            if limits.prefill_room_tokens and _has_prefills(limits, engine):
+            if limits.prefill_budget_tokens and _has_prefills(limits, engine):
                 limits.withholds_decodes = True
                 return limits
         ahead = num_decodes + engine.num_joining
         return BatchLimits(
             token_budget=ahead,
-            prefill_room_tokens=0,
+            prefill_budget_tokens=0,
             max_tokens_per_prefill=0,
             runs_recompute=False,
             runs_started_prefills=False,

@@ -12,7 +12,7 @@ from typing import Final
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import IterationShape
-from sluice_core.scheduling.prefill_room_fit import SlackRoom, fit_prefill_room
+from sluice_core.scheduling.prefill_budget import PrefillBudget, fit_prefill_budget
 
 PERCENTILE: Final = 0.99
 # Of a cell's factor, per iteration: up by 0.99 of it, down by 0.01 of it, which rests where 1 % are above.
@@ -61,7 +61,7 @@ class ProfileTable:
 
     def find_most_prefill(
         self, limit_s: float, most_tokens: int, num_decodes: int, decode_context_tokens: int
-    ) -> SlackRoom:
+    ) -> PrefillBudget:
         """Find the most prefill tokens beside decodes within a limit: MaxPrefillAllowed (line 2).
 
         Args:
@@ -70,11 +70,13 @@ class ProfileTable:
             num_decodes: Decodes.
             decode_context_tokens: Sum of their contexts.
         """
-        room = fit_prefill_room(self._latency, limit_s, most_tokens, num_decodes, decode_context_tokens)
+        room = fit_prefill_budget(self._latency, limit_s, most_tokens, num_decodes, decode_context_tokens)
         # The cell depends on the tokens, and the tokens on the cell: down until a cell allows them.
         while room.tokens:
             factor = self.get_factor(room.tokens, decode_context_tokens, num_decodes)
-            fitted = fit_prefill_room(self._latency, limit_s / factor, most_tokens, num_decodes, decode_context_tokens)
+            fitted = fit_prefill_budget(
+                self._latency, limit_s / factor, most_tokens, num_decodes, decode_context_tokens
+            )
             if fitted.tokens >= room.tokens or _find_size(fitted.tokens) == _find_size(room.tokens):
                 return fitted if fitted.tokens < room.tokens or factor < 1.0 else room
             most_tokens, room = room.tokens - 1, fitted

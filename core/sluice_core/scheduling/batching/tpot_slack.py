@@ -20,7 +20,7 @@ from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import MAX_STANDING_PROPOSALS, propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch
-from sluice_core.scheduling.prefill_room_fit import fit_prefill_room
+from sluice_core.scheduling.prefill_budget import fit_prefill_budget
 from sluice_core.strategy_parameters import StrategyParameters
 
 LOST_SLACK_S: Final = 1.0  # nobody waits for a decode that is behind by more: that would take dozens of iterations
@@ -65,7 +65,7 @@ class SlackBatching(ChunkedPrefillPolicy):
         if self._decodes is None or self._latency is None or not num_prefills or not room_tokens:
             return room_tokens
         ahead = engine.num_decodes + engine.num_joining
-        room = fit_prefill_room(
+        room = fit_prefill_budget(
             self._latency,
             self._find_limit_s(now, engine, self._decodes, self._latency),
             room_tokens,

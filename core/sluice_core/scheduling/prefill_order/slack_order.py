@@ -38,7 +38,7 @@ class PrefillPredictor:
         """Take the model's newest coefficients, if they have changed enough to matter.
 
         Args:
-            room_tokens: Prefill room of each iteration.
+            room_tokens: Prefill budget of each iteration.
             num_decodes: Decodes that run beside.
 
         Returns:
@@ -184,7 +184,7 @@ class SlackOrder:
 
         Args:
             now: Seconds on the caller's clock.
-            room_tokens: Prefill room of each iteration.
+            room_tokens: Prefill budget of each iteration.
             num_decodes: Decodes that run beside.
         """
         if self._predictor.renew(room_tokens, num_decodes):

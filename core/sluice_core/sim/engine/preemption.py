@@ -69,11 +69,11 @@ def make_room_for_chunks(engine: SchedulerState, now: float, num_decodes: int) -
     Args:
         engine: An engine that schedules ahead, few of whose blocks are free.
         now: Seconds of the simulated clock.
-        num_decodes: Decodes before any was preempted: the prefill room was set then.
+        num_decodes: Decodes before any was preempted: the prefill budget was set then.
     """
     prefills = engine.prefills
     limits = prefills.find_limits(now, num_decodes)
-    room = limits.prefill_room_tokens
+    room = limits.prefill_budget_tokens
     found: dict[int, tuple[int, int]] = {}  # blocks and tokens of each
     for request in prefills.list_runnable(now, engine.free_blocks):
         if room <= 0 or len(found) >= prefills.max_started:

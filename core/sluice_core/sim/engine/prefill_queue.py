@@ -156,11 +156,11 @@ class PrefillQueue:
         self._count_kind(request.kind, 1)
 
     def schedule(self, now: float, num_decodes: int, num_seats: int, free_blocks: int) -> int:
-        """Fill the prefill room in order.
+        """Fill the prefill budget in order.
 
         Args:
             now: Seconds of the simulated clock.
-            num_decodes: Decodes that the prefill room is beside.
+            num_decodes: Decodes that the prefill budget is beside.
             num_seats: Most prefills that may run beside them.
             free_blocks: Blocks that may be reserved.
 
@@ -168,7 +168,7 @@ class PrefillQueue:
             Twice the attention work of the chunks.
         """
         limits = self._begin_batch(now, num_decodes)
-        room = limits.prefill_room_tokens - self.withheld_tokens
+        room = limits.prefill_budget_tokens - self.withheld_tokens
         started, self._started = self._started, []
         position, num_started = 0, min(len(started), self.max_started)
         may_admit = self.may_admit
@@ -221,7 +221,7 @@ class PrefillQueue:
 
         Args:
             started: Those that have started, the first ones done.
-            room: What is left of the prefill room.
+            room: What is left of the prefill budget.
             limits: Limits of the iteration.
             may_admit: One that waits may start.
         """

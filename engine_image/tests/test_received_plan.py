@@ -8,20 +8,20 @@ import pytest
 
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_engine.core_messages import ConfigureCommand
-from sluice_engine.scheduling.plan_in_force import PlanInForce
+from sluice_engine.scheduling.received_plan import ReceivedPlan
 
 
-def make_plan() -> PlanInForce:
-    return PlanInForce(DecodeSet(block_size_tokens=16, max_num_seqs=64), max_batch_tokens=512)
+def make_plan() -> ReceivedPlan:
+    return ReceivedPlan(DecodeSet(block_size_tokens=16, max_num_seqs=64), max_batch_tokens=512)
 
 
-def make_configured(role: str) -> PlanInForce:
+def make_configured(role: str) -> ReceivedPlan:
     plan = make_plan()
     assert not configure(plan, 1, role=role)[3]
     return plan
 
 
-def configure(plan: PlanInForce, generation: int, **changes: Any) -> tuple[int, str, int, str]:
+def configure(plan: ReceivedPlan, generation: int, **changes: Any) -> tuple[int, str, int, str]:
     fields: dict[str, Any] = {
         "role": "P-heavy",
         "chunk_size_tokens": 256,

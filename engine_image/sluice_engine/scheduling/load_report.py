@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from sluice_core.kv_blocks import KvBlocks
     from sluice_core.scheduling.engine_policy import PhaseReport
     from sluice_engine.core_messages import ConfigureCommand
+    from sluice_engine.kv_transfer.incoming_pulls import IncomingPulls
     from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
-    from sluice_engine.scheduling.incoming_pulls import IncomingPulls
-    from sluice_engine.scheduling.request_tracker import RequestTracker
+    from sluice_engine.request_tracker import RequestTracker
 
 
 def measure_load(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sluice_engine.kv_transfer.interface import KvConnector
-    from sluice_engine.scheduling.request_tracker import RequestTracker, TrackedRequest
+    from sluice_engine.request_tracker import RequestTracker, TrackedRequest
 
 logger = logging.getLogger(__name__)
 

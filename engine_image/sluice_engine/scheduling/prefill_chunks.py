@@ -1,4 +1,4 @@
-"""Gives each prefill its chunk of the room that the batch policy leaves to prefills in an iteration of vLLM."""
+"""Gives each prefill its chunk of the prefill budget that the batch policy leaves in an iteration of vLLM."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
 if TYPE_CHECKING:
     from sluice_core.scheduling.engine_policy import BatchLimits
     from sluice_engine.core_messages import ConfigureCommand
+    from sluice_engine.request_tracker import RequestTracker
     from sluice_engine.scheduling.kv_usage import KvUsage
-    from sluice_engine.scheduling.request_tracker import RequestTracker
 
 
 class PrefillChunks:
-    """The room of prefills on one engine, and who gets how much of it.
+    """The prefill budget of one engine, and who gets how much of it.
 
     Args:
         tracker: The engine's requests.
@@ -90,7 +90,7 @@ class PrefillChunks:
             is_stalled=self._is_stalled(),
         )
         self._limits = self._tracker.policy.limits(now_s, self.batch)
-        self._remaining_tokens = self._limits.prefill_room_tokens
+        self._remaining_tokens = self._limits.prefill_budget_tokens
         self._is_saturated = False
         return self._limits
 

@@ -1,4 +1,4 @@
-"""The plan in force in this engine: its role, its chunk size, and the policy of its strategy."""
+"""The newest plan that the engine received: its role, its chunk size, and the policy of its strategy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from sluice_core.scheduling.engine_policy import EnginePolicy
 
 
-class PlanInForce:
-    """The plan in force, and its strategy's policy.
+class ReceivedPlan:
+    """The newest plan that was not refused, and its strategy's policy.
 
     Args:
         decodes: The engine's running decodes, which the policy orders.

@@ -1,4 +1,4 @@
-"""How many prefill tokens an iteration may hold within a time."""
+"""The prefill budget of an iteration: how many prefill tokens it may hold within a time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from sluice_core.latency import LatencyModel
 from sluice_core.records import IterationShape
 
 
-class SlackRoom:
-    """Prefill room of an iteration that has a time limit.
+class PrefillBudget:
+    """Prefill budget of an iteration that has a time limit.
 
     A plain class: compiled, it takes a fifth of the time of a named tuple to make.
 
@@ -25,7 +25,7 @@ class SlackRoom:
         self.per_work = per_work
 
 
-def fit_prefill_room(
+def fit_prefill_budget(
     latency: LatencyModel,
     limit_s: float,
     most_tokens: int,
@@ -33,7 +33,7 @@ def fit_prefill_room(
     decode_context_tokens: int,
     *,
     least_prefill_s: float = 0.0,
-) -> SlackRoom:
+) -> PrefillBudget:
     """Find the most prefill tokens with which an iteration ends within a limit, to within 1 %.
 
     Args:
@@ -52,7 +52,7 @@ def fit_prefill_room(
     if most_s <= limit_s:
         low, low_s = most_tokens, most_s
     elif least_s >= limit_s:
-        return SlackRoom(0, 0.0)
+        return PrefillBudget(0, 0.0)
     while high - low > 1 + (low >> 7):
         middle = (low + high) >> 1
         middle_s = _estimate_s(latency, middle, num_decodes, decode_context_tokens)
@@ -61,9 +61,9 @@ def fit_prefill_room(
         else:
             high = middle
     if low == 0 or low_s <= least_s or limit_s == math.inf:
-        return SlackRoom(low, 0.0)
+        return PrefillBudget(low, 0.0)
     coefficients = latency.compute_prefill_coefficients(num_decodes, decode_context_tokens, low)
-    return SlackRoom(low, coefficients.per_work_s * low / (low_s - least_s))
+    return PrefillBudget(low, coefficients.per_work_s * low / (low_s - least_s))
 
 
 def _estimate_s(latency: LatencyModel, tokens: int, num_decodes: int, decode_context_tokens: int) -> float:
