@@ -16,9 +16,9 @@ from sluice_operator.api.manifest import parse_manifest
 from sluice_operator.controller.cluster_state import ClusterState
 from sluice_operator.controller.observation import ObservedRouters, ObservedState
 from sluice_operator.controller.rollout_step import decide_rollout
-from sluice_operator.planning.gated_roll import RollingEngine
-from sluice_operator.resources.deployments.deployment_strategy import mark_rollout
+from sluice_operator.planning.roll_observation import RollingEngine
 from sluice_operator.resources.deployments.engine_deployment import render_engines
+from sluice_operator.resources.deployments.rolling_update import mark_rollout
 from sluice_operator.resources.pods.pod_status import Pod
 from sluice_operator.resources.rollout_hash import (
     RESTARTS_ENGINES,

@@ -17,7 +17,7 @@ from sluice_operator.api.labels import (
 )
 from sluice_operator.resources.default_images import DefaultImages, keep_default_images
 from sluice_operator.resources.deployments.deployment_status import find_pod_refusals, is_rolling, is_whole
-from sluice_operator.resources.deployments.deployment_strategy import hold_split, mark_rollout, render_rolling_update
+from sluice_operator.resources.deployments.rolling_update import hold_split, mark_rollout, render_rolling_update
 from sluice_operator.resources.rollout_state import RolloutState, find_roll, hash_of, went_back
 
 

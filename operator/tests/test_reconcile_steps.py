@@ -28,9 +28,9 @@ from sluice_operator.controller import plan_step
 from sluice_operator.controller.observation import ObservedRouters, ObservedState
 from sluice_operator.controller.rollout_step import SwitchOutcome, decide_rollout, switch_models
 from sluice_operator.planning.expired_drains import DRAIN_MARGIN_S
-from sluice_operator.planning.gated_roll import START_MARGIN_S, RollMeasurement
 from sluice_operator.planning.model_switch import ModelSwitch, SplitStep
 from sluice_operator.planning.plan_store import StoredPlan
+from sluice_operator.planning.roll_observation import START_MARGIN_S, RollMeasurement
 from sluice_operator.planning.rollout_gate import RollFacts, decide_gate
 from sluice_operator.planning.scale_down import ScaleDecision
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash

@@ -25,7 +25,7 @@ from sluice_cli.processes.ports import PortError
 from sluice_core.records import EngineId
 from sluice_operator.api import names
 from sluice_operator.autotune.tuner import TunerInputs
-from sluice_operator.planning.gated_roll import RollingEngine
+from sluice_operator.planning.roll_observation import RollingEngine
 from sluice_operator.routers.engine_reports import count_loads, has_acknowledged, merge_reports
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sluice_operator.planning.gated_roll import RollMeasurement
+from sluice_operator.planning.roll_observation import RollMeasurement
 from sluice_operator.routers.attainment import AttainmentWindow
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from sluice_operator.api.labels import DEFAULT_IMAGE_ANNOTATION
 from sluice_operator.api.model_identity import identify_model
 from sluice_operator.controller.preconditions import has_served
 from sluice_operator.kubernetes.objects import annotations_of
-from sluice_operator.planning.gated_roll import RollingEngine, follow_roll
 from sluice_operator.planning.model_switch import (
     ModelSwitch,
     SplitStep,
@@ -21,6 +20,7 @@ from sluice_operator.planning.model_switch import (
     is_split,
     split_fleet,
 )
+from sluice_operator.planning.roll_observation import RollingEngine, follow_roll
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash
 from sluice_operator.resources.rollout_state import find_roll
 

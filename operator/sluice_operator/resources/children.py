@@ -18,8 +18,8 @@ from sluice_operator.resources import (
     services,
 )
 from sluice_operator.resources.certificates import render_certificates
-from sluice_operator.resources.deployments.deployment_strategy import hold_split, mark_rollout
 from sluice_operator.resources.deployments.engine_deployment import render_engines
+from sluice_operator.resources.deployments.rolling_update import hold_split, mark_rollout
 from sluice_operator.resources.deployments.router_deployment import render_routers
 from sluice_operator.resources.owner_references import set_controller_reference
 from sluice_operator.resources.rollout_hash import keep_pod_template

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sluice_operator.api.labels import RESTART_HASH_ANNOTATION
-from sluice_operator.planning.gated_roll import RollMeasurement, follow_roll
+from sluice_operator.planning.roll_observation import RollMeasurement, follow_roll
 from sluice_operator.planning.rollout_gate import GateDecision
 from sluice_operator.resources.rollout_state import continue_roll, hash_of
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sluice_cli.local_cluster.reconcile.reconcile_steps import DesiredProcesses
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.kubernetes.objects import Object
-    from sluice_operator.planning.gated_roll import RollingEngine
+    from sluice_operator.planning.roll_observation import RollingEngine
     from sluice_operator.resources.rollout_state import RolloutState
 
 ADVICE = "edit the manifest, or take spec.rollout.gate away to roll all the same"

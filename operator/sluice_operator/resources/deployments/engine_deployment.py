@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.labels import DEFAULT_IMAGE_ANNOTATION, label_child, select_component
-from sluice_operator.resources.deployments import deployment_strategy
+from sluice_operator.resources.deployments import rolling_update
 from sluice_operator.resources.pods.engine_pod import render_engine_pod
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def render_engines(cluster: ServingCluster, replicas: int, default_image: str, g
         "spec": {
             "replicas": replicas,
             "selector": {"matchLabels": labels},
-            **deployment_strategy.render_rolling_update(spec),
+            **rolling_update.render_rolling_update(spec),
             "template": render_engine_pod(cluster, spec.engine.image or default_image, gpu_resource_name),
         },
     }

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.labels import DEFAULT_IMAGE_ANNOTATION, label_child, select_component
-from sluice_operator.resources.deployments import deployment_strategy
+from sluice_operator.resources.deployments import rolling_update
 from sluice_operator.resources.pods.router_pod import render_router_pod
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def render_routers(cluster: ServingCluster, default_image: str, control_name: st
         "spec": {
             "replicas": spec.router.replicas,
             "selector": {"matchLabels": select_component(name, names.ROUTER)},
-            "strategy": deployment_strategy.ROUTER_STRATEGY,
+            "strategy": rolling_update.ROUTER_STRATEGY,
             "revisionHistoryLimit": 3,
             "template": render_router_pod(cluster, spec.router.image or default_image, control_name),
         },

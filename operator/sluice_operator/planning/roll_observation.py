@@ -1,4 +1,4 @@
-"""Follows a gated roll: collects what is observed of its present batch, and has the gate decide about it.
+"""Collects what is observed of a gated roll's present batch; ``rollout_gate`` judges it.
 
 The operator follows the rolls of a Deployment by it, and ``sluice up`` those of its own processes.
 """
