@@ -28,7 +28,7 @@ from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.planning.capacity_curve import CapacityCurve
 from sluice_core.records import EngineId, Role, Slo
 from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
-from sluice_core.sim.goodput import search_goodput
+from sluice_core.sim.goodput_search import search_goodput
 from sluice_core.sim.sim_setup import BLOCK_SIZE_TOKENS, GC_THRESHOLD, Cell, EngineSetup, SimOptions
 from sluice_core.sim.workload import PoissonWorkload, scale_trace
 from sluice_core.strategies import get_strategy

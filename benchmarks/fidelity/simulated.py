@@ -17,9 +17,9 @@ from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.sim_engine import SimEngine
-from sluice_core.sim.goodput import bisect_rate
-from sluice_core.sim.metrics import summarize
+from sluice_core.sim.goodput_search import bisect_rate
 from sluice_core.sim.requests import RequestState, SimRequest
+from sluice_core.sim.run_summary import summarize
 from sluice_core.sim.sim_setup import Arrival
 from sluice_core.sim.simulation import Simulation
 from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from benchmarks.fidelity.recorded_runs import RecordedRequest
 
     from sluice_core.sim.chrome_trace import IterationSpan
-    from sluice_core.sim.metrics import RunSummary
+    from sluice_core.sim.run_summary import RunSummary
     from sluice_core.sim.sim_setup import Cell
 
 NO_OBJECTIVE = Slo(ttft_s=1e9, tpot_s=1e9)

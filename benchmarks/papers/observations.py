@@ -14,7 +14,7 @@ from benchmarks.papers.trials import make_arrivals, run_trial
 from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_core.records import Slo
 from sluice_core.sim.chrome_trace import Timeline
-from sluice_core.sim.metrics import compute_percentile
+from sluice_core.sim.run_summary import compute_percentile
 from sluice_core.sim.sim_setup import Arrival
 from sluice_core.sim.simulation import Simulation
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_cli.simulation.trace_cache import load_rows
 from sluice_cli.simulation.worker_processes import start_workers
-from sluice_core.sim.goodput import NoGoodputError, search_goodput
-from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
+from sluice_core.sim.goodput_search import NoGoodputError, search_goodput
+from sluice_core.sim.run_summary import RunSummary, list_latencies, summarize
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.workload import PoissonWorkload
 from sluice_core.slo_attainment import DEFAULT_ATTAINMENT

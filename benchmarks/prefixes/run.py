@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, Hold, Place, Role, Slo
 from sluice_core.scheduling.prefill_placement import PlacementPolicy
-from sluice_core.sim.goodput import search_goodput
-from sluice_core.sim.metrics import RunSummary, compute_percentile, summarize
+from sluice_core.sim.goodput_search import search_goodput
+from sluice_core.sim.run_summary import RunSummary, compute_percentile, summarize
 from sluice_core.sim.sim_setup import Cell, EngineSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import HASH_BLOCK_TOKENS, parse_trace

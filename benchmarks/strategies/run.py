@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sluice_cli.simulation.trace_cache import load_rows
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, Role, Slo
-from sluice_core.sim.goodput import NoGoodputError, search_goodput
+from sluice_core.sim.goodput_search import NoGoodputError, search_goodput
 from sluice_core.sim.sim_setup import BLOCK_SIZE_TOKENS, MAX_BATCH_TOKENS, Cell, EngineSetup
 from sluice_core.sim.workload import PoissonWorkload
 from sluice_core.strategies import get_strategy

@@ -21,7 +21,7 @@ from sluice_cli.simulation.cluster_spec import (
 from sluice_cli.simulation.simulation_settings import SimulationSettings, change_settings
 from sluice_cli.simulation.trace_cache import load_rows, read_trace
 from sluice_core.records import Role, Slo
-from sluice_core.sim.goodput import search_goodput
+from sluice_core.sim.goodput_search import search_goodput
 from sluice_core.sim.sim_setup import NoGrant, TtftEnd
 from sluice_core.sim.traces import TraceError
 from sluice_core.sim.workload import PoissonWorkload

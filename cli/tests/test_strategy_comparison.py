@@ -21,7 +21,7 @@ from sluice_cli.simulation.trace_cache import load_rows
 from sluice_core.planning.planner import Planner
 from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.planning.trials import SearchTrial, TrialEvaluator, TrialResult, build_cell
-from sluice_core.sim.goodput import NoGoodputError
+from sluice_core.sim.goodput_search import NoGoodputError
 from sluice_core.sim.workload import PoissonWorkload
 from sluice_operator.api.manifest import parse_manifest
 

@@ -23,8 +23,8 @@ from test_simulation import SLO, STRATEGIES, make_arrivals, make_engines
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import EngineId, Role, Slo
 from sluice_core.sim.chrome_trace import Timeline
-from sluice_core.sim.metrics import list_latencies, make_report, summarize
 from sluice_core.sim.requests import RequestState
+from sluice_core.sim.run_summary import list_latencies, make_report, summarize
 from sluice_core.sim.sim_setup import (
     AddEngineEvent,
     Cell,

@@ -22,7 +22,7 @@ from sluice_core.planning.prediction import measure_curves
 from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.planning.slider_space import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
 from sluice_core.planning.trials import TrialDetails, TrialResult
-from sluice_core.sim.metrics import RunSummary
+from sluice_core.sim.run_summary import RunSummary
 from sluice_core.strategies import STRATEGIES
 
 RECORDED = Path(__file__).with_name("planned_searches.csv")

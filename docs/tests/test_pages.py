@@ -12,7 +12,7 @@ import yaml
 from sluice_operator.api.condition_types import REASONS, ConditionType
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.resources.deployments.engine_deployment import render_engines
-from sluice_router.error_statuses import ERROR_STATUSES
+from sluice_router.api.error_statuses import ERROR_STATUSES
 from sluice_router.errors import OwnerLimitError
 
 ROOT = Path(__file__).parents[2]

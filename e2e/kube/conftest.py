@@ -12,8 +12,8 @@ from testbed.cluster import Testbed, run_testbed
 from testbed.errors import TestbedError
 from testbed.helm import Helm
 from testbed.images import make_python_image
+from testbed.kubernetes_build import build
 from testbed.settings import NODE_NAME, ROOT, make_settings
-from testbed.toolchain import build
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -23,7 +23,7 @@ from stand_in_router import StandInRouters, run_stand_in_routers
 from test_chart import one, pick
 from testbed.fake_nodes import is_ready, make_node
 from testbed.helm import Helm
-from testbed.toolchain import build
+from testbed.kubernetes_build import build
 
 from sluice_operator.kubernetes.kinds import CERTIFICATES, SERVICE_MONITORS
 from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES, WATCHED

@@ -15,9 +15,9 @@ import yaml
 from chart_values import VALUES
 from fake_kubernetes import make_cluster
 from testbed.helm import CHART
+from testbed.kubernetes_build import MODULES
 from testbed.schemas import KUBERNETES, Schemas, load_schemas
 from testbed.settings import ROOT
-from testbed.toolchain import MODULES
 
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.resources.children import RenderInputs, render_children

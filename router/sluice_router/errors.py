@@ -1,4 +1,4 @@
-"""The errors of requests; ``error_statuses`` says with which status a client sees each.
+"""The errors of requests; ``api.error_statuses`` says with which status a client sees each.
 
 RouterError
 ├── RequestError            the client's doing

@@ -13,7 +13,7 @@ from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, IterationShape, Role
 from sluice_core.scheduling.engine_table import EngineConfig
 from sluice_router import errors
-from sluice_router.error_statuses import error_status_of
+from sluice_router.api.error_statuses import error_status_of
 from sluice_router.limit_type import Limit
 from sluice_router.scheduling.engines.engine_health import ITERATION_AGE_FLOOR_S, SILENCE_LIMIT_S
 from sluice_router.server import make_router

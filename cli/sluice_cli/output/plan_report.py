@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice_cli.simulation.cluster_spec import EngineGroup, format_engines
-from sluice_core.sim.metrics import make_report
+from sluice_core.sim.run_summary import make_report
 from sluice_core.strategies import get_strategy
 
 if TYPE_CHECKING:

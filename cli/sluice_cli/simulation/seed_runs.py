@@ -11,8 +11,8 @@ from sluice_cli.simulation.cluster_spec import ClusterSpec, format_engines
 from sluice_cli.simulation.trace_cache import load_rows
 from sluice_cli.simulation.worker_processes import start_workers
 from sluice_core.sim.chrome_trace import Timeline
-from sluice_core.sim.goodput import search_goodput
-from sluice_core.sim.metrics import make_report, summarize
+from sluice_core.sim.goodput_search import search_goodput
+from sluice_core.sim.run_summary import make_report, summarize
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.workload import PoissonWorkload, scale_trace
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from sluice_core.sim.metrics import RunSummary
+    from sluice_core.sim.run_summary import RunSummary
     from sluice_core.sim.sim_setup import Arrival
 
 _START_RPS_PER_ENGINE = 0.5

@@ -19,7 +19,7 @@ from sluice_cli.simulation.worker_processes import start_workers
 from sluice_core.planning.planner import Planner
 from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.planning.trials import build_cell
-from sluice_core.sim.goodput import NoGoodputError, search_goodput
+from sluice_core.sim.goodput_search import NoGoodputError, search_goodput
 from sluice_core.sim.workload import PoissonWorkload
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from sluice_core.planning.slider_space import SliderCandidate
 from sluice_core.records import EngineId, Role, Slo, SloClass
-from sluice_core.sim.metrics import RunSummary, list_latencies, summarize
 from sluice_core.sim.pickling import register
+from sluice_core.sim.run_summary import RunSummary, list_latencies, summarize
 from sluice_core.sim.sim_setup import Arrival, Cell, EngineSetup, RouterSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import TraceRow

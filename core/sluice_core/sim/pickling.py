@@ -9,7 +9,7 @@ from typing import Any
 from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import Slo, SloClass
-from sluice_core.sim.metrics import EngineUse, RunSummary
+from sluice_core.sim.run_summary import EngineUse, RunSummary
 from sluice_core.sim.sim_setup import EngineSetup, RouterSetup, SimOptions, TransferLink
 from sluice_core.sim.traces import TraceRow
 from sluice_core.strategies.disaggregated import DisaggregatedPolicies

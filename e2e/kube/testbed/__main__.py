@@ -18,9 +18,9 @@ import click
 from testbed.cleanup import clean, find_leftovers
 from testbed.cluster import run_testbed
 from testbed.errors import TestbedError
+from testbed.kubernetes_build import build
 from testbed.packages import install_packages
 from testbed.settings import ROOT, Ports, Settings, make_settings
-from testbed.toolchain import build
 
 TESTS = Path(__file__).parents[1]
 # Several times what they take on two quiet cores.

@@ -18,8 +18,8 @@ import yaml
 
 from testbed.go_modules import fetch_module
 from testbed.images import Image
+from testbed.kubernetes_build import build_once, compile_program
 from testbed.settings import find_cache
-from testbed.toolchain import build_once, compile_program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

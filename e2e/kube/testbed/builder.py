@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from sluice_cli.processes import die_with_parent
 from testbed.errors import NotReachedError, TestbedError
+from testbed.kubernetes_build import build_once, compile_program
 from testbed.settings import find_cache
-from testbed.toolchain import build_once, compile_program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -13,10 +13,10 @@ from testbed.client import Client
 from testbed.control_plane import ControlPlane
 from testbed.errors import TestbedError
 from testbed.fake_nodes import start_fake_nodes
+from testbed.kubernetes_build import build
 from testbed.node import Node
 from testbed.packages import install_packages
 from testbed.processes import Processes
-from testbed.toolchain import build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,8 +19,8 @@ import jsonschema
 import yaml
 
 from testbed.go_modules import fetch_module
+from testbed.kubernetes_build import find_go
 from testbed.settings import find_cache
-from testbed.toolchain import find_go
 
 Object = dict[str, Any]
 

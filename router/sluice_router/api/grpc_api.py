@@ -19,6 +19,7 @@ from sluice_core.records import RequestId
 from sluice_router.api import grpc_fields
 from sluice_router.api.choices import PreparedRequest
 from sluice_router.api.edge_metrics import EdgeMetrics
+from sluice_router.api.error_statuses import error_status_of
 from sluice_router.api.grpc_response_stream import GrpcResponseStream
 from sluice_router.api.objectives import CAPABILITY_HEADER, RESUMABLE_HEADER, read_objectives
 from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, SluiceOptions, check
@@ -28,7 +29,6 @@ from sluice_router.api.request_preparation import RequestPreparer, to_router_err
 from sluice_router.api.resumption.answer_states import AnswerIdentity, make_resumable, read_state, restore_request
 from sluice_router.api.resumption.claimed_answers import claim_answer, prepare_found, replay
 from sluice_router.api.resumption.departed_clients import leave
-from sluice_router.error_statuses import error_status_of
 from sluice_router.errors import InvalidRequestError, RouterError
 from sluice_router.observability.request_traces import read_trace_headers
 from sluice_router.scheduling.requests import DataPlane, Finish

@@ -15,7 +15,7 @@ from sluice_core.latency.interface import compute_attention_work
 from sluice_core.latency.pipeline_stages import make_lockstep_profile
 from sluice_core.planning.parallelism.instances import ModelInstance
 from sluice_core.planning.parallelism.phase_runs import PhaseWorkload, run_decodes, run_pair, run_prefills
-from sluice_core.sim.goodput import NoGoodputError, find_highest_rate
+from sluice_core.sim.goodput_search import NoGoodputError, find_highest_rate
 from sluice_core.sim.pickling import register
 from sluice_core.sim.sim_setup import Arrival
 from sluice_core.sim.workload import PoissonWorkload

@@ -11,8 +11,8 @@ from typing import Any
 
 from aiohttp import web
 
+from sluice_router.api.error_statuses import error_status_of
 from sluice_router.api.openai_responses import DONE
-from sluice_router.error_statuses import error_status_of
 from sluice_router.errors import RouterError, UnauthenticatedError
 
 REASON_HEADER = "x-sluice-reason"

@@ -16,10 +16,10 @@ from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.records import Slo, SloClass
 from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.engine.gap_histogram import GapHistogram
-from sluice_core.sim.goodput import NoGoodputError, bisect_rate, search_goodput
-from sluice_core.sim.metrics import compute_percentile, list_longest_tenth, make_report, summarize
+from sluice_core.sim.goodput_search import NoGoodputError, bisect_rate, search_goodput
 from sluice_core.sim.pickling import RECORDS
 from sluice_core.sim.requests import RequestState, SimRequest
+from sluice_core.sim.run_summary import compute_percentile, list_longest_tenth, make_report, summarize
 from sluice_core.sim.sim_setup import Arrival, Cell, RouterSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import TraceError, TraceRow, parse_trace

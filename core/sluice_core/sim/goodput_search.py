@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sluice_core.sim.metrics import RunSummary, summarize
+from sluice_core.sim.run_summary import RunSummary, summarize
 from sluice_core.sim.sim_setup import Cell
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.workload import PoissonWorkload
