@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sluice_core.planning.demand_forecast import DemandForecast
-from sluice_operator.autoscaling.default_scale_down_window import MOST_KEEP_S, choose_down_window_s
+from sluice_operator.autoscaling.scale_down_window import ScaleDownWindow
 
 if TYPE_CHECKING:
     from sluice_core.planning.capacity_curve import CapacityCurve
@@ -37,7 +37,7 @@ class ScalerObservation:
         min_replicas: ``autoscaling.minReplicas``.
         max_replicas: ``autoscaling.maxReplicas``.
         up_window_s: ``autoscaling.scaleUp.stabilizationWindowSeconds``.
-        down_window_s: ``autoscaling.scaleDown.stabilizationWindowSeconds``; None: see ``choose_down_window_s``.
+        down_window_s: ``autoscaling.scaleDown.stabilizationWindowSeconds``; None: see ``ScaleDownWindow``.
         least_serving: Fewest engines that can serve at all.
         is_trial: Whether sliders are on trial: fewer engines would spoil what is measured, so none leave.
     """
@@ -57,14 +57,9 @@ class ScalerObservation:
     is_trial: bool = False
 
     @property
-    def keep_s(self) -> float:
-        """How long an engine stays that is not needed."""
-        return choose_down_window_s(self.start_s) if self.down_window_s is None else self.down_window_s
-
-    @property
-    def idle_s(self) -> float:
-        """How long the last engines stay that have nothing to do, and every engine after a beginning."""
-        return MOST_KEEP_S if self.down_window_s is None else self.down_window_s
+    def down_window(self) -> ScaleDownWindow:
+        """How long engines stay that are not needed."""
+        return ScaleDownWindow(given_s=self.down_window_s, start_s=self.start_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +95,7 @@ def decide(state: ScalerState, observation: ScalerObservation) -> ScalerState:
     active_s = now if new or observation.num_inside else state.active_s
     state = replace(state, demand=demand, num_arrived=observation.num_arrived, active_s=active_s)
     wanted = count_wanted(state, observation)
-    kept = max(observation.up_window_s, observation.keep_s)
+    kept = max(observation.up_window_s, observation.down_window.keep_s)
     state = replace(state, recommendations=_remember(state.recommendations, now, wanted, kept))
     return replace(state, replicas=_stabilize(state, observation, wanted))
 
@@ -114,7 +109,7 @@ def is_idle(state: ScalerState, observation: ScalerObservation) -> bool:
     """Whether nothing arrived or ran for the scale-down window; of a fleet of none, whether nothing waits now."""
     if not observation.replicas:
         return not observation.num_inside
-    return observation.now - state.active_s >= observation.idle_s and not observation.num_inside
+    return observation.now - state.active_s >= observation.down_window.idle_s and not observation.num_inside
 
 
 def compute_rate_rps(state: ScalerState, observation: ScalerObservation) -> float:
@@ -152,9 +147,8 @@ def _stabilize(state: ScalerState, observation: ScalerObservation, wanted: int) 
     if is_idle(state, observation):
         # No more were needed for the window, whatever was wanted for what might have come.
         return wanted
-    recent = [number for at_s, number in state.recommendations if at_s > now - observation.keep_s]
-    is_old = now - state.began_s >= observation.idle_s
-    return _clamp(min(max([*recent, wanted]), replicas) if is_old else replicas, observation)
+    kept = observation.down_window.count_kept(wanted, replicas, state.recommendations, began_s=state.began_s, now=now)
+    return _clamp(kept, observation)
 
 
 def _clamp(number: int, observation: ScalerObservation) -> int:
