@@ -25,7 +25,13 @@ from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.splitting.execution_predictor import ExecutionPredictor
-from sluice_core.scheduling.splitting.output_lengths import UNKNOWN_TOKENS, KnownLengths, NoisyLengths, RunningQuantile
+from sluice_core.scheduling.splitting.output_lengths import (
+    UNKNOWN_TOKENS,
+    KnownLengths,
+    NoisyLengths,
+    RunningQuantile,
+    predict_output_tokens,
+)
 from sluice_core.scheduling.splitting.split_placement import LEAST_PART_TOKENS, SplitPlacement
 from sluice_core.scheduling.splitting.split_search import TOLERANCE_S, ServerClock, search_split
 from sluice_core.strategies import get_strategy
@@ -151,7 +157,9 @@ def test_a_running_quantile_forgets_and_never_exceeds_what_was_asked_for():
     for tokens, median in ((100, 100), (10, 100), (30, 30), (50, 50), (20, 30), (20, 30), (20, 20)):
         lengths.observe(tokens)
         assert lengths.predict(make_request()) == median
-    assert lengths.predict(make_request(limit=7)) == 7
+    assert predict_output_tokens(lengths, make_request(), 5) == 25
+    assert predict_output_tokens(lengths, make_request(limit=22), 5) == 22
+    assert predict_output_tokens(lengths, make_request(limit=7), 0) == 7
 
 
 def test_noise_is_about_what_is_right():

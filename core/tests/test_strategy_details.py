@@ -16,7 +16,12 @@ from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.prefill_budget import fit_prefill_budget
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.scheduling.rolling.macro_instances import MacroInstances
-from sluice_core.scheduling.splitting.output_lengths import KnownLengths, NoisyLengths, RunningQuantile
+from sluice_core.scheduling.splitting.output_lengths import (
+    KnownLengths,
+    NoisyLengths,
+    RunningQuantile,
+    predict_output_tokens,
+)
 from sluice_core.scheduling.waiting_order import MAX_ASSIGNED_AT_ONCE, compute_urgency, select_urgent
 from sluice_core.strategies import STRATEGIES, get_strategy
 from sluice_core.strategies.placements import PLACEMENTS
@@ -235,7 +240,7 @@ def test_lengths_are_learned_known_and_wrong_by_a_deviation():
     noisy.observe(90)
     noisy.observe(100)
     assert learned.predict(make_request()) == 90
-    assert learned.predict(make_request(max_output_tokens=50)) == 50
+    assert predict_output_tokens(learned, make_request(max_output_tokens=50), 0) == 50
     known = KnownLengths({make_request().request_id: 77})
     known.observe(5)
     assert known.predict(make_request()) == 77

@@ -23,7 +23,7 @@ class OutputLengths(Protocol):
     """Predicts output lengths."""
 
     def predict(self, request: PrefillRequest) -> int:
-        """Predict a request's output, in tokens, at least 1 and at most its ``max_output_tokens``."""
+        """Predict a request's output, in tokens, at least 1; ``predict_output_tokens`` has the limit."""
         ...
 
     def observe(self, output_tokens: int) -> None:
@@ -50,7 +50,7 @@ class RunningQuantile:
         if not self._sorted:
             return request.max_output_tokens or UNKNOWN_TOKENS
         index = min(len(self._sorted) - 1, int(self._quantile * len(self._sorted)))
-        return _limit(self._sorted[index], request)
+        return self._sorted[index]
 
     def observe(self, output_tokens: int) -> None:
         """See ``OutputLengths.observe``: O(window)."""
@@ -72,7 +72,7 @@ class KnownLengths:
 
     def predict(self, request: PrefillRequest) -> int:
         """See ``OutputLengths.predict``."""
-        return _limit(self._output_tokens[request.request_id], request)
+        return self._output_tokens[request.request_id]
 
     def observe(self, output_tokens: int) -> None:
         """See ``OutputLengths.observe``: there is nothing to learn."""
@@ -94,13 +94,14 @@ class NoisyLengths:
 
     def predict(self, request: PrefillRequest) -> int:
         """See ``OutputLengths.predict``."""
-        return _limit(round(self._rng.gauss(self._lengths.predict(request), self._deviation_tokens)), request)
+        return max(1, round(self._rng.gauss(self._lengths.predict(request), self._deviation_tokens)))
 
     def observe(self, output_tokens: int) -> None:
         """See ``OutputLengths.observe``."""
         self._lengths.observe(output_tokens)
 
 
-def _limit(tokens: int, request: PrefillRequest) -> int:
-    most = request.max_output_tokens or tokens
-    return max(1, min(tokens, most))
+def predict_output_tokens(lengths: OutputLengths, request: PrefillRequest, margin_tokens: int) -> int:
+    """Predict a request's output with a margin, and at most its ``max_output_tokens``."""
+    tokens = lengths.predict(request) + margin_tokens
+    return min(tokens, request.max_output_tokens or tokens)

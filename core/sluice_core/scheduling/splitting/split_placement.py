@@ -26,7 +26,7 @@ from sluice_core.scheduling.placement_records import NUM_RECORDS
 from sluice_core.scheduling.prefill_feasibility import AssignPass
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.splitting.execution_predictor import ExecutionPredictor
-from sluice_core.scheduling.splitting.output_lengths import OutputLengths, RunningQuantile
+from sluice_core.scheduling.splitting.output_lengths import OutputLengths, RunningQuantile, predict_output_tokens
 from sluice_core.scheduling.splitting.split_search import TOLERANCE_S, ServerClock, Split, search_split
 from sluice_core.strategy_parameters import StrategyParameters
 
@@ -104,13 +104,11 @@ class SplitPlacement(LengthAwarePlacement):
         sides = self._list_sides(assign_pass, request)
         if sides is None:
             return Hold(request_id=request.request_id, reason="kv")
-        output_tokens = self.lengths.predict(request) + self.parameters.split_margin_tokens
-        if request.max_output_tokens:
-            output_tokens = min(output_tokens, request.max_output_tokens)
         # The last token of an output never gets KV.
-        plan = self._plan(sides[0], sides[1], request, max(1, output_tokens - 1))
+        kept_tokens = max(1, predict_output_tokens(self.lengths, request, self.parameters.split_margin_tokens) - 1)
+        plan = self._plan(sides[0], sides[1], request, kept_tokens)
         first = self._choose_first(plan, request)
-        return self._carry_out(assign_pass, request, plan, first, max(1, output_tokens - 1))
+        return self._carry_out(assign_pass, request, plan, first, kept_tokens)
 
     def _list_sides(self, assign_pass: AssignPass, request: PrefillRequest) -> tuple[_Server, _Server] | None:
         """Choose the pair: of each side the engine with the least committed work that has room for the prompt.
