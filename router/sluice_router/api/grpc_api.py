@@ -18,6 +18,7 @@ from sluice.v1 import resume_pb2, router_pb2, router_pb2_grpc
 from sluice_core.records import RequestId
 from sluice_router.api import grpc_fields
 from sluice_router.api.choices import PreparedRequest
+from sluice_router.api.departed_clients import leave
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.error_statuses import error_status_of
 from sluice_router.api.grpc_response_stream import GrpcResponseStream
@@ -28,7 +29,6 @@ from sluice_router.api.request_ids import check_request_id, choose_shown_id
 from sluice_router.api.request_preparation import RequestPreparer, to_router_error
 from sluice_router.api.resumption.answer_states import AnswerIdentity, make_resumable, read_state, restore_request
 from sluice_router.api.resumption.claimed_answers import claim_answer, prepare_found, replay
-from sluice_router.api.resumption.departed_clients import leave
 from sluice_router.errors import InvalidRequestError, RouterError
 from sluice_router.observability.request_traces import read_trace_headers
 from sluice_router.scheduling.requests import DataPlane, Finish
@@ -243,7 +243,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         finally:
             response_stream.close()
             if response_stream.end is None:
-                leave(self._plane, request_id, response_stream, can_come_back=answer.can_come_back)
+                leave(self._plane, request_id, response_stream if answer.can_come_back else None)
 
     async def _abort(self, context: grpc.aio.ServicerContext[Any, Any], error: RouterError, shown_id: str = "") -> None:
         """Ends a call with the table's status; reason, Retry-After and the request's id go with it as metadata."""

@@ -10,7 +10,7 @@ from functools import partial
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
-from sluice_router.api import openai_responses
+from sluice_router.api import departed_clients, openai_responses
 from sluice_router.api.choices import PreparedRequest
 from sluice_router.api.http.answer_progress import AnswerProgress, WholeAnswer
 from sluice_router.api.http.held_comments import comment_until_news
@@ -216,7 +216,7 @@ class HttpGeneration:
 
     def _cancel(self, prepared: Sequence[PreparedRequest], reason: str = "client_gone") -> None:
         for choice in prepared:
-            self._plane.cancel(choice.request.request_id, reason)
+            departed_clients.leave(self._plane, choice.request.request_id, reason=reason)
 
     def _keeps_connection(self, request: web.BaseRequest) -> bool:
         # HTTP/1.0 has no other end of a body whose length is not known, whatever the client says of keep-alive.

@@ -16,6 +16,7 @@ from sluice.v1 import resume_pb2
 from sluice_core.records import RequestId
 from sluice_router.api import openai_responses
 from sluice_router.api.choices import PreparedRequest
+from sluice_router.api.departed_clients import leave
 from sluice_router.api.http.answer_progress import AnswerProgress
 from sluice_router.api.http.http_generation import HttpGeneration
 from sluice_router.api.http.response_streams import ResumableStream
@@ -23,7 +24,6 @@ from sluice_router.api.objectives import CAPABILITY_HEADER, RESUMABLE_HEADER
 from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, quote
 from sluice_router.api.resumption.answer_states import AnswerIdentity, make_resumable, read_state, restore_request
 from sluice_router.api.resumption.claimed_answers import claim_answer, prepare_found, replay
-from sluice_router.api.resumption.departed_clients import leave
 from sluice_router.api.resumption.stream_positions import LAST_EVENT_ID_HEADER, NumberedFormat, read_position
 from sluice_router.api.slow_readers import SlowReaders
 from sluice_router.scheduling.requests import DataPlane
@@ -73,7 +73,7 @@ class OngoingAnswer:
             # Another connection may go on with it.
             return
         can_come_back = self.can_come_back or self.response_stream.is_open
-        leave(self.plane, self.request_id, self.response_stream, can_come_back=can_come_back, reason=reason)
+        leave(self.plane, self.request_id, self.response_stream if can_come_back else None, reason=reason)
 
 
 class ResumableAnswers:

@@ -20,24 +20,19 @@ class DetachableStream(Protocol):
 
 
 def leave(
-    plane: DataPlane,
-    request_id: RequestId,
-    response_stream: DetachableStream,
-    *,
-    can_come_back: bool,
-    reason: str = "client_gone",
+    plane: DataPlane, request_id: RequestId, resumable: DetachableStream | None = None, *, reason: str = "client_gone"
 ) -> None:
     """Handles the going of a client.
 
     Args:
         plane: The data plane.
         request_id: The router's id of the request, which has not ended.
-        response_stream: Its stream.
-        can_come_back: Whether the client has the capability for that; it has from the answer's first bytes on.
+        resumable: The stream that the client can come back to, as it has the capability for that from the answer's
+            first bytes on; None: it cannot come back.
         reason: Why it goes, as for ``DataPlane.cancel``.
     """
-    if can_come_back:
-        response_stream.detach()
-        plane.detach(request_id)
-    else:
+    if resumable is None:
         plane.cancel(request_id, reason)
+    else:
+        resumable.detach()
+        plane.detach(request_id)
