@@ -5,9 +5,9 @@ More work never takes less time in any of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
+from sluice_core.latency.prefill_time import PrefillCoefficients
 from sluice_core.records import IterationShape
 
 
@@ -17,26 +17,6 @@ class UnknownModelError(ValueError):
 
 class ModelTooLargeError(UnknownModelError):
     """A model's weights do not fit into the memory of the GPUs."""
-
-
-@dataclass(init=False, slots=True)
-class PrefillCoefficients:
-    """Closed form of a prefill beside a given decode batch.
-
-    A prefill of p tokens with w token pairs of attention work and room r takes
-    ``per_token_s * p + per_work_s * w + ceil(p / r) * per_iteration_s``.
-
-    Each report needs one, so it has its own constructor, as the records of each request (``records``).
-    """
-
-    per_token_s: Final[float]
-    per_work_s: Final[float]
-    per_iteration_s: Final[float]
-
-    def __init__(self, per_token_s: float, per_work_s: float, per_iteration_s: float) -> None:
-        self.per_token_s = per_token_s
-        self.per_work_s = per_work_s
-        self.per_iteration_s = per_iteration_s
 
 
 class LatencyModel(Protocol):
@@ -101,18 +81,3 @@ class LatencyModel(Protocol):
             duration_s: Measured wall time, in seconds; others than finite positive ones are ignored.
         """
         ...
-
-
-def compute_attention_work(tokens: int, context_tokens: int) -> float:
-    """Compute the attention work of a prefill; chunking does not change it.
-
-    Args:
-        tokens: Tokens to compute.
-        context_tokens: Tokens of the same prompt already in the KV cache.
-
-    Returns:
-        Token pairs: ``tokens * (context + tokens / 2)``.
-
-    Source: causal attention: token i of the chunk reads ``context + i`` tokens.
-    """
-    return tokens * (context_tokens + tokens / 2)

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from sluice_core.latency.interface import PrefillCoefficients
+from sluice_core.latency.prefill_time import PrefillCoefficients
 from sluice_core.records import IterationShape
 
 TABLE_STEP_TOKENS: Final = 8

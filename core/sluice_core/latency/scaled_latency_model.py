@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sluice_core.latency.interface import LatencyModel, PrefillCoefficients
+from sluice_core.latency.interface import LatencyModel
+from sluice_core.latency.prefill_time import PrefillCoefficients
 from sluice_core.records import IterationShape
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from sluice_core.latency import compute_attention_work
+from sluice_core.latency import compute_attention_work, compute_prefill_s
 from sluice_core.records import EngineId, Hold, Place, PrefillRequest
 from sluice_core.scheduling.engine_state import EngineView, Entry, get_view
 from sluice_core.scheduling.engine_table import RECOVERY_BURST_S, EngineTable
@@ -120,7 +120,7 @@ class AssignPass:
             # Beyond the paper: without KV blocks for the prompt the engine could not run it.
             if available_tokens < tokens:
                 continue
-            # Lines 4 and 5: E, of which each iteration of the prompt is a part, and T.
+            # Lines 4 and 5: E as in ``latency.prefill_time``, and T.
             num_iterations = -(-tokens // room_tokens)
             done_s = start_s + tokens * (token_s + square_s * tokens) + num_iterations * iteration_s + latency_s
             if done_s < deadline_s:  # line 6: Q + E + T < the TTFT SLO
@@ -196,18 +196,18 @@ class AssignPass:
 def estimate_prefill(now: float, request: PrefillRequest, view: EngineView) -> tuple[float, float, float]:
     """Estimate Q, E and T of a prompt on an engine, in seconds.
 
-    The closed form of a prefill: its tokens, its attention work, and the rest of each of its ``ceil(tokens / room)``
-    iterations; decodes that run beside it are part of the coefficients (``EngineView``).
-
     Source: TaiChi, section 3.4, Algorithm 2, lines 3 to 5.
     """
     prompt_tokens, tokens = request.prompt_tokens, _count_uncached(request, view.engine_id)
     if view.room_tokens <= 0:
         return _INFINITY, _INFINITY, 0.0
-    execute_s = (
-        view.per_token_s * tokens
-        + view.per_work_s * compute_attention_work(tokens, prompt_tokens - tokens)
-        + -(-tokens // view.room_tokens) * view.per_iteration_s
+    execute_s = compute_prefill_s(
+        per_token_s=view.per_token_s,
+        per_work_s=view.per_work_s,
+        per_iteration_s=view.per_iteration_s,
+        tokens=tokens,
+        attention_work=compute_attention_work(tokens, prompt_tokens - tokens),
+        room_tokens=view.room_tokens,
     )
     transfer_s = view.transfer_latency_s + view.transfer_per_token_s * prompt_tokens
     return max(0.0, view.free_at_s - now), execute_s, transfer_s

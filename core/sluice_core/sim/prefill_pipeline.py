@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sluice_core.latency.interface import compute_attention_work
 from sluice_core.latency.iteration_time import IterationProfile
+from sluice_core.latency.prefill_time import compute_attention_work
 from sluice_core.sim.sim_setup import Arrival
 
 

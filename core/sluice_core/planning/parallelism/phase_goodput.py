@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sluice_core.latency.interface import compute_attention_work
 from sluice_core.latency.pipeline_stages import make_lockstep_profile
+from sluice_core.latency.prefill_time import compute_attention_work
 from sluice_core.planning.parallelism.instances import ModelInstance
 from sluice_core.planning.parallelism.phase_runs import PhaseWorkload, run_decodes, run_pair, run_prefills
 from sluice_core.sim.goodput_search import NoGoodputError, find_highest_rate

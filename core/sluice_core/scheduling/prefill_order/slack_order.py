@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import chain
 from typing import Final
 
-from sluice_core.latency import LatencyModel, PrefillCoefficients, compute_attention_work
+from sluice_core.latency import LatencyModel, PrefillCoefficients, compute_attention_work, compute_prefill_s
 from sluice_core.records import RequestId
 from sluice_core.strategy_parameters import PrefillOrder
 
@@ -63,11 +63,13 @@ class PrefillPredictor:
 
 
 def _predict_s(coefficients: PrefillCoefficients, room_tokens: int, tokens: int, attention_work: float) -> float:
-    num_iterations = -(-tokens // room_tokens)
-    return (
-        coefficients.per_token_s * tokens
-        + coefficients.per_work_s * attention_work
-        + coefficients.per_iteration_s * num_iterations
+    return compute_prefill_s(
+        per_token_s=coefficients.per_token_s,
+        per_work_s=coefficients.per_work_s,
+        per_iteration_s=coefficients.per_iteration_s,
+        tokens=tokens,
+        attention_work=attention_work,
+        room_tokens=room_tokens,
     )
 
 

@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Iterable
 
-from sluice_core.latency import compute_attention_work
+from sluice_core.latency import compute_attention_work, compute_prefill_s
 from sluice_core.records import Decision, Hold, PrefillRequest
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import EngineState, get_view
@@ -120,10 +120,13 @@ class RollingPlacement(LengthAwarePlacement):
         if self._room_tokens == 0:
             self._find_best_costs(assign_pass.engines)
         tokens = request.prompt_tokens
-        execute_s = (
-            self._token_s * tokens
-            + self._work_s * compute_attention_work(tokens, 0)
-            + self._iteration_s * -(-tokens // max(1, self._room_tokens))
+        execute_s = compute_prefill_s(
+            per_token_s=self._token_s,
+            per_work_s=self._work_s,
+            per_iteration_s=self._iteration_s,
+            tokens=tokens,
+            attention_work=compute_attention_work(tokens, 0),
+            room_tokens=max(1, self._room_tokens),
         )
         return assign_pass.now + execute_s >= request.arrival_s + request.slo.ttft_s
 
