@@ -68,6 +68,37 @@ async def test_two_routers_never_share_a_port(settings, name):
                 await second.run()
 
 
+async def test_workers_share_the_clients_ports_and_explain_their_own_requests(tmp_path):
+    # An engine of the tests serves one router.
+    engines = [FakeEngine(FakeCore("d0")), FakeEngine(FakeCore("d1"))]
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    shared: dict[str, object] = {"share_ports": True}
+    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
+    async with serving(*engines), running(make_settings(folders[0]).model_copy(update=shared)) as first:
+        shared |= {f"{name}_port": first.ports[name] for name in ("http", "grpc")}
+        async with running(make_settings(folders[1]).model_copy(update=shared)) as second:
+            for worker, folder, engine in zip((first, second), folders, engines, strict=True):
+                write_engine_addresses(folder, engine)
+                await until(lambda: worker.router.is_ready)  # noqa: B023
+            url = f"http://127.0.0.1:{first.ports['http']}/v1/completions"
+            served = []
+            # The kernel chooses by the client's port: each connection is another draw.
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+                for _ in range(32):
+                    answer = await session.post(url, json=body)
+                    assert answer.status == 200
+                    path = f"/debug/requests/{answer.headers['x-request-id']}"
+                    known = [
+                        (await session.get(f"http://127.0.0.1:{worker.ports['metrics']}{path}")).status
+                        for worker in (first, second)
+                    ]
+                    assert sorted(known) == [200, 404]
+                    served.append(known.index(200))
+            assert set(served) == {0, 1}
+
+
 async def test_a_router_listens_on_ipv6(settings):
     async with (
         running(settings.model_copy(update={"host": "::1"})) as server,
@@ -121,6 +152,7 @@ async def test_lag_of_the_event_loop_is_measured(settings):
         ("POST", "/metrics", 404),
         ("GET", "/none", 404),
         ("GET", "/v1/completions", 404),
+        ("GET", "/v1/models/none", 404),
     ],
 )
 async def test_the_port_of_probes_and_metrics_answers_questions_alone(settings, method, path, status):

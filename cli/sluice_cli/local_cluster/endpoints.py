@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sluice_operator.resources.command_lines import EngineSite, RouterSite
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
@@ -75,12 +77,22 @@ class EndpointAllocator:
         """
         return self._make_router(self._ports.choose(), [], [], model)
 
+    def make_worker(self, first: RouterSite) -> RouterSite:
+        """Claims ports for a router that shares the client APIs' ports of another one.
+
+        Raises:
+            PortError: None is free.
+        """
+        return replace(first, control_port=self._ports.choose(), metrics_port=self._ports.choose())
+
     def _make_router(self, http_port: int, grpc: list[int], control: list[int], model: Path) -> RouterSite:
         return RouterSite(
             host=HOST,
             http_port=http_port,
             grpc_port=self._ports.choose(grpc),
             control_port=self._ports.choose(control),
+            # So workers come and go beside it without its restart. The claim keeps other clusters away from the ports.
+            shares_ports=True,
             metrics_port=self._ports.choose(),
             model_directory=str(model),
             engines=f"file:{self._directory.engines_file}",
@@ -93,9 +105,10 @@ class EndpointAllocator:
         remedy = "stop what uses it, change the manifest, or pass --http-port"
         return self._ports.take(from_manifest, "spec.router.service.port", remedy)
 
-    def release(self, site: EngineSite | RouterSite) -> None:
-        """Releases the ports of a site."""
-        for port in list_ports(site).values():
+    def release(self, site: EngineSite | RouterSite, others: Iterable[RouterSite] = ()) -> None:
+        """Releases the ports of a site that no other one shares."""
+        shared = {port for other in others for port in list_ports(other).values()}
+        for port in set(list_ports(site).values()) - shared:
             self._ports.release(port)
 
 

@@ -132,12 +132,13 @@ class HttpApi:
             "/v1/chat/completions": self._chat,
         }
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, host: str, port: int, *, shares_port: bool = False) -> int:
         """Listens.
 
         Args:
             host: Address to listen on.
             port: Port; 0 for any.
+            shares_port: Whether other processes listen on it too; the kernel gives each connection to one of them.
 
         Returns:
             The port.
@@ -164,7 +165,7 @@ class HttpApi:
         if self._access.certificates is not None:
             self._tls = make_server_context(self._access.certificates.current)
             self._tls.set_alpn_protocols(["http/1.1"])
-        with _listen(host, port) as listener:
+        with _listen(host, port, shares_port=shares_port) as listener:
             self._sites = [
                 EdgeSite(
                     self._runner,
@@ -348,9 +349,9 @@ class HttpApi:
         )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, *, shares_port: bool) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=ACCEPT_BACKLOG)
+    listener = socket.create_server(address[:2], family=family, backlog=ACCEPT_BACKLOG, reuse_port=shares_port)
     # Several handles see one new client, and all but one of them find nothing to accept.
     listener.settimeout(0)
     return listener
