@@ -260,7 +260,7 @@ class RouterServer:
     async def _drain(self) -> None:
         """Takes nothing new, and lets answers under way end."""
         self.router.stop_accepting()
-        self._http.announce_close()
+        await self._http.announce_close()
         self._grpc.announce_close(self._settings.grace_s + CLOSE_GRACE_S)
         deadline_s = self.router.now() + self._settings.grace_s
         while self.router.state.requests.live and self.router.now() < deadline_s:  # noqa: ASYNC110 - once, at the end

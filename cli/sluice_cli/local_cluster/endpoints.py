@@ -60,22 +60,22 @@ class EndpointAllocator:
             model_directory=str(model),
         )
 
-    def make_first_router(self, from_manifest: int, model: Path) -> RouterSite:
+    def make_first_router(self, from_manifest: int, model: Path, *, shares_ports: bool = False) -> RouterSite:
         """Claims ports for the router at the cluster's address; gRPC and control follow it: 8000, 8001, 8002.
 
         Raises:
             PortError: The address is in use.
         """
         http_port = self._take_http_port(from_manifest)
-        return self._make_router(http_port, [http_port + 1], [http_port + 2], model)
+        return self._make_router(http_port, [http_port + 1], [http_port + 2], model, shares_ports=shares_ports)
 
-    def make_further_router(self, model: Path) -> RouterSite:
+    def make_further_router(self, model: Path, *, shares_ports: bool = False) -> RouterSite:
         """Claims ports for another router.
 
         Raises:
             PortError: None is free.
         """
-        return self._make_router(self._ports.choose(), [], [], model)
+        return self._make_router(self._ports.choose(), [], [], model, shares_ports=shares_ports)
 
     def make_worker(self, first: RouterSite) -> RouterSite:
         """Claims ports for a router that shares the client APIs' ports of another one.
@@ -85,14 +85,15 @@ class EndpointAllocator:
         """
         return replace(first, control_port=self._ports.choose(), metrics_port=self._ports.choose())
 
-    def _make_router(self, http_port: int, grpc: list[int], control: list[int], model: Path) -> RouterSite:
+    def _make_router(
+        self, http_port: int, grpc: list[int], control: list[int], model: Path, *, shares_ports: bool
+    ) -> RouterSite:
         return RouterSite(
             host=HOST,
             http_port=http_port,
             grpc_port=self._ports.choose(grpc),
             control_port=self._ports.choose(control),
-            # So workers come and go beside it without its restart. The claim keeps other clusters away from the ports.
-            shares_ports=True,
+            shares_ports=shares_ports,
             metrics_port=self._ports.choose(),
             model_directory=str(model),
             engines=f"file:{self._directory.engines_file}",

@@ -103,13 +103,13 @@ class ProcessFactory:
         Raises:
             PortError: The manifest's port is in use, or none is free.
         """
-        model, port = self.find_model(manifest), manifest.spec.router.service.port
+        model, spec = self.find_model(manifest), manifest.spec.router
         if shares_with is not None:
             site = self.endpoints.make_worker(shares_with)
         elif is_first_replica(name):
-            site = self.endpoints.make_first_router(port, model)
+            site = self.endpoints.make_first_router(spec.service.port, model, shares_ports=spec.workers > 1)
         else:
-            site = self.endpoints.make_further_router(model)
+            site = self.endpoints.make_further_router(model, shares_ports=spec.workers > 1)
         security = self.describe_security(manifest, names.ROUTER)
         process = self._supervise(name, self._make_router_launch(manifest, name, site), "router")
         tls = make_control_tls(security)
@@ -128,7 +128,9 @@ class ProcessFactory:
 
     def is_current_router(self, manifest: ServingCluster, name: str, router: ManagedRouter) -> bool:
         """Whether a router runs as the manifest says, at the ports that it has."""
-        return router.process.launch == self._make_router_launch(manifest, name, router.site)
+        shares_ports = manifest.spec.router.workers > 1
+        launch = self._make_router_launch(manifest, name, router.site)
+        return router.site.shares_ports == shares_ports and router.process.launch == launch
 
     def describe_security(self, manifest: ServingCluster, component: str) -> command_lines.Security:
         """Says where a component finds its keys and certificates."""

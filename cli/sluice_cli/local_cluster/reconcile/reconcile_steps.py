@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sluice_cli.local_cluster.reconcile.router_names import replica_of
 from sluice_operator.planning.scale_down import RemovableEngine, choose_victims
 
 if TYPE_CHECKING:
@@ -119,8 +120,12 @@ def next_step(observed: ObservedProcesses, desired: DesiredProcesses) -> Rollout
 
 
 def _next_scaling(observed: ObservedProcesses, desired: DesiredProcesses) -> RolloutStep | None:
+    def is_addable(name: str) -> bool:
+        """A worker shares the ports of its replica's first one, which must be ready for that."""
+        return name == replica_of(name) or observed.routers.get(replica_of(name)) == desired.router_hash
+
     missing_engines = desired.num_engines - len(observed.engines)
-    missing_routers = tuple(name for name in desired.routers if name not in observed.routers)
+    missing_routers = tuple(name for name in desired.routers if name not in observed.routers and is_addable(name))
     needless_routers = [name for name in observed.routers if name not in desired.routers]
     # Routers first: engines that start meanwhile are known to them at once.
     if missing_routers:
