@@ -41,8 +41,8 @@ def main() -> None:
     throughputs, costs = [], []
     c_programs.build("load")
     with (
-        trial.make_files(options.model, options.tokens) as files,
         tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder,
+        trial.make_files(options.model, options.tokens) as files,
     ):
         every_core = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
         site = replace(make_site(options, (options.logs or Path(folder)).resolve()), core=every_core)
@@ -53,13 +53,17 @@ def main() -> None:
             )
             throughputs.append(several.requests_per_s / one.requests_per_s)
             costs.append(several.cpu_us_per_request / one.cpu_us_per_request)
-            for name, found in (("1 process", one), (f"{options.workers} processes", several)):
-                print(
-                    f"pair {number + 1}: {name}: {found.requests_per_s:,.0f} requests/s, {found.tokens_per_s:,.0f} tokens/s,"
-                    f" {found.usage.router_cores:.2f} cores of the router, {found.cpu_us_per_request:.0f} us per request"
-                )
+            print(f"pair {number + 1}: one: {describe(one)}; {options.workers}: {describe(several)}", flush=True)
     print(f"requests/s, {options.workers} processes over one: {report.Spread.of(throughputs).format()}")
     print(f"CPU per request, {options.workers} processes over one: {report.Spread.of(costs).format()}")
+
+
+def describe(found: trial.Measurement) -> str:
+    """One trial, for a line."""
+    return (
+        f"{found.requests_per_s:,.0f} requests/s, {found.tokens_per_s:,.0f} tokens/s, "
+        f"{found.usage.router_cores:.2f} cores, {found.cpu_us_per_request:.0f} us of CPU per request"
+    )
 
 
 if __name__ == "__main__":
