@@ -61,14 +61,6 @@ def render_router_pod(cluster: ServingCluster, image: str, control_name: str) ->
     name, spec = cluster.metadata.name, cluster.spec
     labels = select_component(name, names.ROUTER)
     model = mount_model(spec.model, names.name_plan(name), files=ROUTER_FILES)
-    plan = {
-        "name": PLAN_VOLUME,
-        "configMap": {
-            "name": names.name_plan(name),
-            "optional": True,
-            "items": [{"key": names.PLAN_FILE, "path": names.PLAN_FILE}],
-        },
-    }
     security = describe_security(cluster, names.ROUTER, locate_in_pod, control_name)
     volumes, mounts = mount_secrets(cluster, names.ROUTER)
     containers = [_render_worker(cluster, worker, image, security) for worker in range(spec.router.workers)]
@@ -84,7 +76,7 @@ def render_router_pod(cluster: ServingCluster, image: str, control_name: str) ->
             ),
             "topologySpreadConstraints": pod_placement.render_topology_spread(labels),
             "containers": containers,
-            "volumes": [*model.volumes, common_pod_fields.TMP_VOLUME, plan, *volumes],
+            "volumes": [*model.volumes, common_pod_fields.TMP_VOLUME, _render_plan_volume(name), *volumes],
             **image_pull.render_pull_secrets(spec.router),
             **pod_placement.render_placement(spec.router),
         },
@@ -101,6 +93,15 @@ def render_router_pod(cluster: ServingCluster, image: str, control_name: str) ->
         }
     )
     return merged
+
+
+def _render_plan_volume(cluster: str) -> Object:
+    """The plan for a cold start; the operator may not have made it yet."""
+    items = [{"key": names.PLAN_FILE, "path": names.PLAN_FILE}]
+    return {
+        "name": PLAN_VOLUME,
+        "configMap": {"name": names.name_plan(cluster), "optional": True, "items": items},
+    }
 
 
 def _repeat_for_workers(over: Object, workers: int) -> Object:
