@@ -253,17 +253,20 @@ async def test_routers_learn_the_latency_model_that_a_search_uses(
     assert found.sliders.decode_heavy_tokens <= 128
 
 
-async def test_the_router_moves_to_another_port_once_its_streams_have_ended(
+async def test_routers_get_another_port_and_workers_once_their_streams_have_ended(
     cluster: Cluster, known: list[tuple[Request, Answer]]
 ) -> None:
     old_port, engines = cluster.manifest["spec"]["router"]["service"]["port"], cluster.processes("engine")
     loop = asyncio.get_running_loop()
     asked = known[160:176]
-    for port in (ANOTHER_PORT, old_port):
+    for port, workers in ((ANOTHER_PORT, 2), (old_port, 1)):
 
         def is_moved(status: dict[str, Any]) -> bool:
             ports = {router["name"]: router["url"].rpartition(":")[2] for router in status["routers"]}
-            return bool(status["is_ready"]) and ports.get("router-0") == str(port) and len(ports) == 2  # noqa: B023
+            names = [f"router-{replica}" for replica in range(2)]
+            names += [f"{name}-1" for name in names] if workers == 2 else []  # noqa: B023
+            of_first = {ports.get(name) for name in names if name.startswith("router-0")}
+            return bool(status["is_ready"]) and ports.keys() == set(names) and of_first == {str(port)}  # noqa: B023
 
         results = [Result(name=request.name) for request, _ in asked]
         async with cluster.client() as client:
@@ -273,13 +276,18 @@ async def test_the_router_moves_to_another_port_once_its_streams_have_ended(
             ]
             while not all(result.token_ids for result in results):  # noqa: ASYNC110  streams have no event for it
                 await asyncio.sleep(0.01)
-            cluster.edit(lambda spec: spec["router"]["service"].update(port=port))  # noqa: B023
+            cluster.edit(lambda spec: merge(spec, {"router": {"workers": workers, "service": {"port": port}}}))  # noqa: B023
             await asyncio.wait_for(asyncio.gather(*streams), 120)
-        await loop.run_in_executor(None, cluster.wait, f"router-0 serves on port {port}", is_moved)
+        await loop.run_in_executor(None, cluster.wait, f"{workers} workers serve on port {port}", is_moved)
         for result, (_, answer) in zip(results, asked, strict=True):
             check(result, answer)
         async with cluster.client() as client:
             check(await client.generate(asked[0][0]), asked[0][1])
+        # New connections: the kernel chooses the worker of each.
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+            for _ in range(16):
+                async with session.get(f"{cluster.url()}/readyz") as answer:
+                    assert answer.status == 200
     assert {name: record["pid"] for name, record in cluster.processes("engine").items()} == {
         name: record["pid"] for name, record in engines.items()
     }

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -47,7 +49,7 @@ class Site:
         chunk_tokens: Chunk size of the engines.
         model: Folder of the model.
         folder: Folder for logs and configuration.
-        core: Core that the router is pinned to.
+        core: Core that the router is pinned to, or several as taskset writes them.
     """
 
     port: int
@@ -56,7 +58,7 @@ class Site:
     chunk_tokens: int
     model: Path
     folder: Path
-    core: int
+    core: int | str
 
     def engine_addresses(self) -> list[str]:
         """host:port of each engine."""
@@ -211,9 +213,10 @@ class RustRouter:
 
 @dataclass(frozen=True, slots=True)
 class Sluice:
-    """One process of Sluice's router.
+    """Sluice's router.
 
     Args:
+        workers: Processes that share its ports.
         strategy: One of ``STRATEGIES``.
         is_text_off: Pass raw pieces, once the router has a setting for it.
         checkout: Root of the checkout that it runs from, or the folder of an installed wheel.
@@ -221,6 +224,7 @@ class Sluice:
         tracing: Variables that turn OpenTelemetry traces on.
     """
 
+    workers: int = 1
     strategy: str = "aggregated"
     is_text_off: bool = False
     checkout: Path = c_programs.REPOSITORY
@@ -232,6 +236,8 @@ class Sluice:
     @property
     def name(self) -> str:
         """For tables."""
+        if self.workers > 1:
+            return f"sluice, {self.workers} workers"
         return "sluice, text off" if self.is_text_off else "sluice"
 
     def version(self) -> str:
@@ -247,25 +253,36 @@ class Sluice:
         engines = site.folder / "engines.json"
         site.folder.mkdir(parents=True, exist_ok=True)
         engines.write_text(json.dumps(site.engine_addresses()))
+        # A shell is the parent of all, so that they are measured and stopped as one program.
+        commands = " & ".join(shlex.join(self._render_command(worker, site, engines)) for worker in range(self.workers))
+        with run_program(
+            ["sh", "-c", f"{commands} & wait"],
+            core=site.core,
+            log=site.folder / "sluice.log",
+            environment=self._environment(),
+        ) as started:
+            plan = make_plan(site, self.strategy)
+            plan.num_routers = self.workers
+            for worker in range(self.workers):
+                with grpc.insecure_channel(f"127.0.0.1:{_control_port(site, worker)}") as channel:
+                    control = control_pb2_grpc.ControlStub(channel)
+                    started.wait_until(partial(_apply, control, plan), timeout_s=START_TIMEOUT_S)
+                    started.wait_until(partial(_is_ready, control, site.num_engines), timeout_s=START_TIMEOUT_S)
+            yield started
+
+    def _render_command(self, worker: int, site: Site, engines: Path) -> list[str]:
         entry = ["-m", "sluice_router"]
         if self.split is not None:
             entry = [str(c_programs.SOURCES / "traced_router.py"), "--split", str(self.split)]
-        command = [
+        control_port = _control_port(site, worker)
+        return [
             *(sys.executable, *entry, "--host", "127.0.0.1", "--http-port", str(site.port)),
-            *("--grpc-port", str(site.port + 1), "--control-port", str(site.port + 2)),
-            *("--metrics-port", str(site.port + 3)),
+            *("--grpc-port", str(site.port + 1), "--control-port", str(control_port)),
+            *("--metrics-port", str(control_port + 1)),
+            *(("--share-ports", "true") if self.workers > 1 else ()),
             *("--model", str(site.model), "--engines", f"file:{engines}"),
             *(RAW_PIECES_ARGUMENTS if self.is_text_off else ()),
         ]
-        with run_program(
-            command, core=site.core, log=site.folder / "sluice.log", environment=self._environment()
-        ) as started:
-            with grpc.insecure_channel(f"127.0.0.1:{site.port + 2}") as channel:
-                control = control_pb2_grpc.ControlStub(channel)
-                plan = make_plan(site, self.strategy)
-                started.wait_until(lambda: _apply(control, plan), timeout_s=START_TIMEOUT_S)
-                started.wait_until(lambda: _is_ready(control, site.num_engines), timeout_s=START_TIMEOUT_S)
-            yield started
 
     def _environment(self) -> dict[str, str]:
         """Names the checkout's parts; first what the caller names, such as the compiled core, for our own."""
@@ -274,6 +291,10 @@ class Sluice:
         parts = [str(self.checkout / part) for part in ("core", "protos", "router")]
         own = [os.environ.get("PYTHONPATH", "")] if self.checkout == c_programs.REPOSITORY else []
         return {"PYTHONPATH": os.pathsep.join([*filter(None, own), *parts]), **self.tracing}
+
+
+def _control_port(site: Site, worker: int) -> int:
+    return site.port + 2 + 2 * worker
 
 
 def make_plan(site: Site, strategy: str) -> plan_pb2.Plan:

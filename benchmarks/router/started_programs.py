@@ -73,13 +73,13 @@ class StartedProgram:
 
 @contextmanager
 def run_program(
-    command: Sequence[str | Path], *, core: int, log: Path, environment: Mapping[str, str] | None = None
+    command: Sequence[str | Path], *, core: int | str, log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[StartedProgram]:
     """Starts a program and stops it at the end.
 
     Args:
         command: The program and its arguments.
-        core: Core that it is pinned to.
+        core: Core that it is pinned to, or several as taskset writes them.
         log: File for its output. The name without suffix stands for the program in messages.
         environment: Variables added to this process's.
     """

@@ -133,7 +133,7 @@ def test_every_figure_of_a_router_is_its_own(tls: str, scheme: str) -> None:
         kind="router",
         pid=5,
         num_starts=3,
-        ports={"http": 8000, "control": 8001},
+        ports={"http": 8000, "control": 8001, "metrics": 8003},
         front_tls=tls,
         needs_key=True,
     )
@@ -141,7 +141,7 @@ def test_every_figure_of_a_router_is_its_own(tls: str, scheme: str) -> None:
         is_ready=True, generation=4, acknowledged_generation=2, num_requests=9, num_waiting=6
     )
     known = {"name": "router-0", "url": f"{scheme}://127.0.0.1:8000", "front_tls": tls, "needs_key": True}
-    known |= {"num_restarts": 2, "pid": 5}
+    known |= {"metrics_url": "http://127.0.0.1:8003", "num_restarts": 2, "pid": 5}
     assert view([process], {"router-0": None}).routers == (RouterStatusRow(**known),)
     said = {"is_ready": True, "generation": 4, "acknowledged_generation": 2, "num_requests": 9, "num_waiting": 6}
     assert view([process], {"router-0": answer}).routers == (RouterStatusRow(**known, **said),)
@@ -163,7 +163,7 @@ def test_classes_are_summed_over_the_routers_by_their_names() -> None:
 
 
 def test_the_whole_is_plain_data_and_ready_when_every_part_is() -> None:
-    router = ProcessRecord(name="router-0", kind="router", pid=5, num_starts=1, ports={"http": 8000})
+    router = ProcessRecord(name="router-0", kind="router", pid=5, num_starts=1, ports={"http": 8000, "metrics": 8003})
     engine = ProcessRecord(name="engine-0", kind="engine", pid=6, num_starts=1)
     launcher = ProcessRecord(name="launcher", kind="launcher", pid=7)
     tuner = AutotuneSummary(reason="Settled", message="all is well")

@@ -157,7 +157,7 @@ DESIRED = {
     "a pause": ({"rollout": {"paused": True}}, {"is_paused"}),
     "keys": ({"security": Security(api_keys="/k")}, {"router_hash"}),
     "replicas": ({"replicas": 6}, {"num_engines", "num_prefill_heavy"}),
-    "routers": ({"router": {"replicas": 3}}, {"num_routers"}),
+    "routers": ({"router": {"replicas": 3}}, {"routers"}),
     "tuned": ({"effective": {"prefill_heavy": 1}}, {"num_prefill_heavy"}),
     "model": ({"model": {"servedName": "x"}}, {"compatibility_key"}),
     "peers": ({"network": {"tls": {"mode": "SecretRef", "secretName": "p"}}}, {"compatibility_key"}),

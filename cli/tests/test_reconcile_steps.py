@@ -24,8 +24,9 @@ from sluice_core.records import EngineId, Role
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
 A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
 DESIRED = DesiredProcesses(
-    compatibility_key="w", engine_hash="e", router_hash="r", num_engines=3, num_routers=1, num_prefill_heavy=1
+    compatibility_key="w", engine_hash="e", router_hash="r", num_engines=3, routers=("router-0",), num_prefill_heavy=1
 )
+WORKERS = replace(DESIRED, routers=("router-0", "router-0-1"))
 OBSERVED = ObservedProcesses(
     compatibility_key="w",
     engines={A: "e", B: "e", C: "e"},
@@ -40,15 +41,21 @@ OBSERVED = ObservedProcesses(
     ("observed", "desired", "step"),
     [
         (OBSERVED, DESIRED, None),
-        (replace(OBSERVED, engines={}, routers={}), DESIRED, AddRouters(1)),
+        (replace(OBSERVED, engines={}, routers={}), DESIRED, AddRouters(("router-0",))),
         (replace(OBSERVED, engines={}), DESIRED, AddEngines(3)),
         (OBSERVED, replace(DESIRED, num_engines=5), AddEngines(2)),
         (OBSERVED, replace(DESIRED, num_engines=2), RemoveEngines((C,))),
         (replace(OBSERVED, loads={B: 1, C: 2}), replace(DESIRED, num_engines=2), RemoveEngines((B,))),
         (OBSERVED, replace(DESIRED, num_engines=2, num_prefill_heavy=0), RemoveEngines((A,))),
         (OBSERVED, replace(DESIRED, num_engines=1, num_prefill_heavy=0), RemoveEngines((A, C))),
-        (OBSERVED, replace(DESIRED, num_routers=2), AddRouters(1)),
+        (OBSERVED, replace(DESIRED, routers=("router-0", "router-1")), AddRouters(("router-1",))),
         (replace(OBSERVED, routers={"router-0": "r", "router-1": "r"}), DESIRED, RemoveRouter("router-1")),
+        # A worker comes once the first one of its replica shares its ports, and leaves before that one has them alone.
+        (OBSERVED, WORKERS, AddRouters(("router-0-1",))),
+        (replace(OBSERVED, routers={"router-0": "old"}), WORKERS, RestartRouter("router-0")),
+        (replace(OBSERVED, routers={}), WORKERS, AddRouters(("router-0",))),
+        (replace(OBSERVED, routers={"router-0-1": "r"}), WORKERS, AddRouters(("router-0",))),
+        (replace(OBSERVED, routers={"router-0": "old", "router-0-1": "old"}), DESIRED, RemoveRouter("router-0-1")),
         (OBSERVED, replace(DESIRED, engine_hash="new"), RestartEngine(A)),
         (replace(OBSERVED, engines={A: "new", B: "e", C: "e"}), replace(DESIRED, engine_hash="new"), RestartEngine(B)),
         (

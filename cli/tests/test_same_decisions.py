@@ -158,7 +158,7 @@ def test_the_same_engines_leave(
             engine_hash="",
             router_hash="",
             num_engines=num_engines,
-            num_routers=0,
+            routers=(),
             num_prefill_heavy=num_prefill_heavy,
         ),
     )
@@ -308,7 +308,7 @@ def test_a_roll_replaces_as_many_engines_at_once_and_stops_at_the_same_word(
         for each in (old, cluster)
     )
     engines = dict.fromkeys([EngineId("engine-2"), EngineId("engine-0"), EngineId("engine-1")], before.engine_hash)
-    routers = dict.fromkeys((f"router-{number}" for number in range(desired.num_routers)), desired.router_hash)
+    routers = dict.fromkeys(desired.routers, desired.router_hash)
     restarted: list[EngineId] = []
     while len(restarted) <= len(engines):
         step = next_step(

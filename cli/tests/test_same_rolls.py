@@ -215,7 +215,7 @@ class Launcher:
                 engine_hash=self.hash(cluster),
                 router_hash="",
                 num_engines=NUM_ENGINES,
-                num_routers=1,
+                routers=("router-0",),
                 num_prefill_heavy=1,
                 is_paused=cluster.spec.rollout.paused,
             )

@@ -25,7 +25,8 @@ from testbed.errors import TestbedError
 from testbed.settings import ROOT
 
 from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2_grpc
-from sluice_operator.api.ports import CONTROL_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
+from sluice_operator.api.ports import CONTROL_PORT, GRPC_PORT, METRICS_PORT
+from sluice_operator.api.router_workers import control_port, metrics_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -196,10 +197,19 @@ class PodCluster(KubectlCluster):
             if "podIP" in pod["status"] and "deletionTimestamp" not in pod["metadata"]
         }
 
+    @property
+    def workers(self) -> int:
+        """Routers in each of the routers' pods."""
+        return int(self.read("slc/tiny")["spec"]["router"]["workers"])
+
     def statuses(self) -> list[Status]:
         """Reads the status of each router; none if one of them does not answer."""
         try:
-            return [self._read_status(address) for address in self.addresses("router").values()]
+            return [
+                self._read_status(f"{address}:{control_port(worker)}")
+                for address in self.addresses("router").values()
+                for worker in range(self.workers)
+            ]
         except grpc.RpcError:
             return []
 
@@ -216,9 +226,10 @@ class PodCluster(KubectlCluster):
 
     def explain(self, request_id: str) -> list[dict[str, Any]]:
         """Reads the decisions on a request from the router that served it."""
-        for address in self.addresses("router").values():
+        hosts, workers = self.addresses("router").values(), range(self.workers)
+        for address in (f"{host}:{metrics_port(worker)}" for host in hosts for worker in workers):
             with contextlib.suppress(urllib.error.HTTPError):  # 404 from the others
-                url = f"http://{address}:{HTTP_PORT}/debug/requests/{request_id}"
+                url = f"http://{address}/debug/requests/{request_id}"
                 with urllib.request.urlopen(url, timeout=10) as answer:
                     events: list[dict[str, Any]] = json.loads(answer.read())["events"]
                     return events
@@ -256,7 +267,7 @@ class PodCluster(KubectlCluster):
 
         def is_whole() -> bool:
             statuses = self.statuses()
-            return len(statuses) == spec["router"]["replicas"] and all(
+            return len(statuses) == spec["router"]["replicas"] * spec["router"]["workers"] and all(
                 len(status.engines) == spec["replicas"] and is_idle(status) for status in statuses
             )
 
@@ -344,7 +355,7 @@ class PodCluster(KubectlCluster):
     # --- control ports
 
     def _read_status(self, address: str) -> Status:
-        with open_channel(f"{address}:{CONTROL_PORT}", self._trust) as channel:
+        with open_channel(address, self._trust) as channel:
             return control_pb2_grpc.ControlStub(channel).GetStatus(control_pb2.GetStatusRequest(), timeout=5)
 
     def _follow_status(

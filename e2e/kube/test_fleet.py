@@ -58,7 +58,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(client: Client, testbed: Testbed, release: Release, cache: Path) -> Iterator[PodCluster]:
-    """Two engines and a router, whose pods fetch the model into the cache."""
+    """Two engines and two routers, these in one pod; the pods fetch the model into the cache."""
     assert release.is_installed()
     make_tiny_model(MODELS / "tiny")
     client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": RESTRICTED}})
@@ -78,7 +78,7 @@ def make_fleet_manifest(endpoint: str) -> dict[str, Any]:
     source = {"huggingFace": {"endpoint": endpoint, "cacheClaimName": "cache"}}
     manifest = make_pods_manifest(prefillHeavy="50%", slo={"ttftMilliseconds": 4000, "tpotMilliseconds": TPOT_MS})
     manifest["spec"]["model"] = {"name": MODEL, "servedName": "tiny", "source": source}
-    manifest["spec"]["router"]["replicas"] = 1
+    manifest["spec"]["router"].update(replicas=1, workers=2)
     engine = manifest["spec"]["engine"]
     engine["emulation"] = FAST
     mounts = [{"name": "checkout", "mountPath": str(ROOT), "readOnly": True}]
@@ -148,6 +148,8 @@ async def test_two_engines_become_six_and_two_again_with_both_roles_at_every_mom
             assert before < set(cluster.engines)
             await asyncio.to_thread(scale, 2)
     print(f"engines, P-heavy ones: {sorted(plans)}")
+    # The kernel has given both routers of the pod connections.
+    assert [status.num_arrived > 0 for status in cluster.statuses()] == [True, True]
     assert {(2, 1), (6, 3)} <= plans
     assert all(abs(2 * num_prefill_heavy - number) <= 1 for number, num_prefill_heavy in plans)
 

@@ -8,8 +8,6 @@ from sluice.v1 import control_pb2, plan_pb2
 from sluice_operator.api.labels import COMPONENT_LABEL, MODEL_LABEL
 from sluice_operator.api.names import ENGINE, ROUTER
 from sluice_operator.kubernetes.kinds import PODS
-from sluice_operator.kubernetes.objects import name_of
-from sluice_operator.routers.connection_table import NO_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
 
     from sluice_operator.api.names import ClusterKey
     from sluice_operator.kubernetes.objects import Object
+    from sluice_operator.routers.connection_table import RouterAddress
 
 
 def cut_chunk(chunk_size_tokens: int, pod: Object) -> int:
@@ -37,7 +36,7 @@ class FakeRouters:
 
     def __init__(self, kubernetes: FakeKubernetes) -> None:
         self.kubernetes = kubernetes
-        self.addresses: dict[ClusterKey, dict[str, str]] = {}
+        self.addresses: dict[ClusterKey, dict[str, RouterAddress]] = {}
         # Plan in force of each router, by its pod's address: it outlives the operator's process.
         self.plans: dict[str, plan_pb2.Plan] = {}
         # Every plan that a router was offered, in order.
@@ -55,7 +54,6 @@ class FakeRouters:
         # Requests that arrived so far, are inside and wait, on all routers together.
         self.num_arrived = self.num_inside = self.num_waiting = 0
         self.transport = "tcp"
-        self.server_names: dict[str, str] = {}
         # Engines that never finish draining, engines that do not take up new plans, and routers that do not answer.
         self.stuck: set[str] = set()
         self.late: set[str] = set()
@@ -73,11 +71,8 @@ class FakeRouters:
         fresh.num_waiting = self.num_waiting
         return fresh
 
-    def set_routers(
-        self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES
-    ) -> None:
-        self.addresses[key] = dict(addresses)
-        self.server_names = dict(server_names)
+    def set_routers(self, key: ClusterKey, routers: Mapping[str, RouterAddress]) -> None:
+        self.addresses[key] = dict(routers)
 
     def set_plan(self, key: ClusterKey, plan: plan_pb2.Plan) -> None:
         self.offered.append(plan)
@@ -96,12 +91,14 @@ class FakeRouters:
         del key
         return {}
 
-    def _find_model(self, key: ClusterKey, name: str) -> str:
-        """Model of a router, by its pod: it uses the engines of that model."""
+    def _find_model(self, key: ClusterKey, host: str) -> str:
+        """Model of a router, by its pod's address: it uses the engines of that model."""
         pods = self.kubernetes.select(PODS, key.namespace, {COMPONENT_LABEL: ROUTER})
-        return str(next(pod["metadata"]["labels"].get(MODEL_LABEL, "") for pod in pods if name_of(pod) == name))
+        return str(
+            next(pod["metadata"]["labels"].get(MODEL_LABEL, "") for pod in pods if pod["status"].get("podIP") == host)
+        )
 
-    def _describe(self, key: ClusterKey, name: str, address: str) -> control_pb2.GetStatusResponse:
+    def _describe(self, key: ClusterKey, name: str, address: RouterAddress) -> control_pb2.GetStatusResponse:
         plan = self.plans.get(address, plan_pb2.Plan())
         parts = {part.engine_id: part for part in plan.engines}
         engines = []
@@ -109,7 +106,7 @@ class FakeRouters:
             is_ready = any(item["status"] == "True" for item in pod["status"]["conditions"])
             if not is_ready or not plan.generation:
                 continue
-            if pod["metadata"]["labels"].get(MODEL_LABEL, "") != self._find_model(key, name):
+            if pod["metadata"]["labels"].get(MODEL_LABEL, "") != self._find_model(key, address.host):
                 continue
             uid = pod["metadata"]["uid"]
             part = parts.get(uid, plan_pb2.EnginePlan(chunk_size_tokens=plan.unnamed_chunk_size_tokens))

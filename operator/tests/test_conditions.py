@@ -329,6 +329,14 @@ def test_a_plan_is_in_force_once_every_router_has_it(generations, number: int, s
     assert (status["planGeneration"], status["effective"]["strategy"]) == (number, strategy)
 
 
+def test_a_plan_is_in_force_once_every_worker_of_a_router_pod_has_it() -> None:
+    pod = replace(make_pod("r0"), num_workers=2)
+    answer = control_pb2.GetStatusResponse(generation=7)
+    one, both = ({"r0": answer}, {"r0": answer, "r0-1": answer})
+    assert "planGeneration" not in render_status(find(routers=(pod,), statuses=one), "t")
+    assert render_status(find(routers=(pod,), statuses=both), "t")["planGeneration"] == 7
+
+
 def test_sliders_in_force_are_those_of_engines_that_stay() -> None:
     prefill = replace(REPORT, role=Role.PREFILL_HEAVY, chunk_size_tokens=512)
     decode = replace(REPORT, role=Role.DECODE_HEAVY, chunk_size_tokens=64)

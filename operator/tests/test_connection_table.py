@@ -10,13 +10,17 @@ import pytest
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_operator.api.names import ClusterKey
 from sluice_operator.routers import connection_table
-from sluice_operator.routers.connection_table import RESTART_S, RouterConnections
+from sluice_operator.routers.connection_table import RESTART_S, RouterAddress, RouterConnections
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 KEY, OTHER = ClusterKey("n", "a"), ClusterKey("n", "b")
 PLANS = [plan_pb2.Plan(generation=number) for number in range(4)]
+
+
+def at(host: str, server_name: str = "") -> RouterAddress:
+    return RouterAddress(host=host, server_name=server_name)
 
 
 class PlayedConnection:
@@ -86,10 +90,10 @@ async def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 async def test_every_router_gets_each_plan_once_whenever_it_comes(table: Table) -> None:
     table.connections.set_plan(KEY, PLANS[0])  # of a cluster without routers
-    table.connections.set_routers(KEY, {"r1": "10.0.0.1"})
-    table.connections.set_routers(OTHER, {"r1": "10.0.0.9"})
+    table.connections.set_routers(KEY, {"r1": at("10.0.0.1")})
+    table.connections.set_routers(OTHER, {"r1": at("10.0.0.9")})
     table.connections.set_plan(KEY, PLANS[1])
-    table.connections.set_routers(KEY, {"r1": "10.0.0.1", "r2": "10.0.0.2"})
+    table.connections.set_routers(KEY, {"r1": at("10.0.0.1"), "r2": at("10.0.0.2")})
     table.connections.set_plan(KEY, PLANS[1])
     table.connections.set_plan(KEY, PLANS[2])
     first, foreign, second = PlayedConnection.made
@@ -99,18 +103,32 @@ async def test_every_router_gets_each_plan_once_whenever_it_comes(table: Table) 
     assert table.connections.count() == 3
     table.connections.set_routers(KEY, {})
     table.connections.set_plan(KEY, PLANS[3])
-    table.connections.set_routers(KEY, {"r3": "10.0.0.3"})
+    table.connections.set_routers(KEY, {"r3": at("10.0.0.3")})
     assert first.plans[-1] == PLANS[2]
     assert PlayedConnection.made[-1].plans == []
     assert table.connections.count() == 2
 
 
 async def test_a_router_with_another_address_or_certificate_is_connected_anew(table: Table) -> None:
-    table.connections.set_routers(KEY, {"r1": "10.0.0.1", "r2": "10.0.0.2", "r3": "10.0.0.3"})
+    table.connections.set_routers(
+        KEY,
+        {
+            "r1": at("10.0.0.1"),
+            "r2": at("10.0.0.2"),
+            "r3": at("10.0.0.3"),
+        },
+    )
     await asyncio.sleep(0)
     before = list(PlayedConnection.made)
     assert all(each.is_running for each in before)
-    table.connections.set_routers(KEY, {"r1": "10.0.0.1", "r2": "10.0.0.22", "r3": "10.0.0.3"}, {"r3": "c.n.svc"})
+    table.connections.set_routers(
+        KEY,
+        {
+            "r1": at("10.0.0.1"),
+            "r2": at("10.0.0.22"),
+            "r3": at("10.0.0.3", "c.n.svc"),
+        },
+    )
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert [each.is_running for each in before] == [True, False, False]
@@ -126,7 +144,7 @@ async def test_a_router_with_another_address_or_certificate_is_connected_anew(ta
 
 @pytest.mark.parametrize("table", [None, "ours"], indirect=True)
 async def test_tls_is_spoken_with_routers_that_have_a_name_where_we_have_a_certificate(table: Table) -> None:
-    table.connections.set_routers(KEY, {"r1": "10.0.0.1", "r2": "10.0.0.2"}, {"r2": "c.n.svc"})
+    table.connections.set_routers(KEY, {"r1": at("10.0.0.1"), "r2": at("10.0.0.2", "c.n.svc")})
     plain, secured = PlayedConnection.made
     assert plain.tls is None
     if table.connections._certificates is None:
@@ -136,7 +154,7 @@ async def test_tls_is_spoken_with_routers_that_have_a_name_where_we_have_a_certi
 
 
 async def test_statuses_are_recorded_and_news_enqueue_the_cluster(table: Table) -> None:
-    table.connections.set_routers(KEY, {"r1": "10.0.0.1", "r2": "10.0.0.2"})
+    table.connections.set_routers(KEY, {"r1": at("10.0.0.1"), "r2": at("10.0.0.2")})
     one, other = PlayedConnection.made
     one.say(generation=1)
     assert table.take() == ([KEY], [(KEY, "r1")])
@@ -167,7 +185,7 @@ async def test_a_connection_that_fails_is_opened_again(table: Table, monkeypatch
         await sleep(0)
 
     monkeypatch.setattr(connection_table.asyncio, "sleep", note)
-    table.connections.set_routers(KEY, {"r1": "10.0.0.1"})
+    table.connections.set_routers(KEY, {"r1": at("10.0.0.1")})
     (connection,) = PlayedConnection.made
     connection.failures = [ValueError("a mistake"), ValueError("another")]
     for _ in range(6):

@@ -16,6 +16,7 @@ from sluice_operator.api.names import ClusterKey
 from sluice_operator.controller.observation import ObservedState, observe_children, observe_plan_inputs, observe_routers
 from sluice_operator.kubernetes.errors import BusyError, ForbiddenError, KubernetesError
 from sluice_operator.resources.certificates import find_certificate_failures
+from sluice_operator.routers.connection_table import RouterAddress
 
 KEY = ClusterKey("ns", "tiny")
 API_VERSIONS = {
@@ -155,15 +156,20 @@ def test_routers_are_connected_to_from_their_address_to_their_end() -> None:
         replace(router, name="r2", address=""),
         replace(router, name="r3", has_ended=True),
         replace(router, name="r4", address="10.0.0.4", is_ending=True, is_ready=False),
-        replace(router, name="r5", address="10.0.0.5", control_tls="c.n.svc"),
+        replace(router, name="r5", address="10.0.0.5", control_tls="c.n.svc", num_workers=2),
     )
     observed = ObservedState(
         body=make_body(), live={}, pods={}, engines=(), routers=routers, has_monitors=False, has_cert_manager=False
     )
     played = PlayedRouters()
     found = observe_routers(played, KEY, observed)
-    addresses = {"r1": "10.0.0.1", "r4": "10.0.0.4", "r5": "10.0.0.5"}
-    assert played.given == [(KEY, addresses, {"r5": "c.n.svc"})]
+    addresses = {
+        "r1": RouterAddress(host="10.0.0.1"),
+        "r4": RouterAddress(host="10.0.0.4"),
+        "r5": RouterAddress(host="10.0.0.5", server_name="c.n.svc"),
+        "r5-1": RouterAddress(host="10.0.0.5", worker=1, server_name="c.n.svc"),
+    }
+    assert played.given == [(KEY, addresses)]
     assert (found.statuses, set(found.reports)) == (played.known, {"e1"})
 
 

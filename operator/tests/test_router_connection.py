@@ -15,7 +15,7 @@ from sluice.certificate_rotation import CertificateFolder
 from sluice.grpc_credentials import PeerCheck, make_server_credentials
 from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
 from sluice_operator.api.names import ClusterKey
-from sluice_operator.routers.connection_table import RouterConnections
+from sluice_operator.routers.connection_table import RouterAddress, RouterConnections
 from sluice_operator.routers.engine_reports import count_loads, merge_reports, needs_reconcile
 from sluice_operator.routers.router_connection import fetch_status
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 KEY = ClusterKey("n", "c")
+
+
+def at(host: str, server_name: str = "") -> RouterAddress:
+    return RouterAddress(host=host, server_name=server_name)
 
 
 class Router(control_pb2_grpc.ControlServicer):
@@ -121,7 +125,7 @@ class Following:
 
 async def test_a_plan_gets_there_and_its_status_comes_back(router) -> None:
     async with Following(router) as following:
-        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
+        following.connections.set_routers(KEY, {"pod": at("127.0.0.1")})
         await following.wait()
         following.connections.set_plan(KEY, plan_pb2.Plan(generation=3))
         await following.wait()
@@ -155,7 +159,7 @@ async def test_a_control_port_with_tls_is_spoken_with_and_certificates_change_un
     made.port = server.add_secure_port("127.0.0.1:0", make_server_credentials(folders[ROUTER_NAME]))
     await server.start()
     async with Following(made, folders[OPERATOR_NAME]) as following:
-        following.connections.set_routers(KEY, {"pod": "127.0.0.1"}, {"pod": ROUTER_NAME})
+        following.connections.set_routers(KEY, {"pod": at("127.0.0.1", ROUTER_NAME)})
         following.connections.set_plan(KEY, plan_pb2.Plan(generation=3))
         await until_following(following, 3)
         before = following.connections._clusters[KEY].routers["pod"].connection
@@ -175,7 +179,7 @@ async def test_a_control_port_with_tls_is_spoken_with_and_certificates_change_un
         await until_following(following, 5)
         assert following.connections._clusters[KEY].routers["pod"].connection is before
         # Another name is another router.
-        following.connections.set_routers(KEY, {"pod": "127.0.0.1"}, {"pod": "other-router-control.n.svc"})
+        following.connections.set_routers(KEY, {"pod": at("127.0.0.1", "other-router-control.n.svc")})
         following.connections.set_plan(KEY, plan_pb2.Plan(generation=6))
         async with asyncio.timeout(20):
             while not following.connections.refusals(KEY):
@@ -214,7 +218,7 @@ async def test_a_tls_error_is_reported_in_words(tmp_path, signers, operator_name
         trusting = replace(certificates.current, authorities=router.cert_pem.bytes())
         certificates.current = trusting
     async with Following(made, certificates) as following:
-        following.connections.set_routers(KEY, {"pod": "127.0.0.1"}, {"pod": ROUTER_NAME})
+        following.connections.set_routers(KEY, {"pod": at("127.0.0.1", ROUTER_NAME)})
         async with asyncio.timeout(20):
             while not following.connections.refusals(KEY):
                 await following.wait()
@@ -224,9 +228,9 @@ async def test_a_tls_error_is_reported_in_words(tmp_path, signers, operator_name
 
 async def test_a_router_that_comes_later_gets_the_plan_too(router) -> None:
     async with Following(router) as following:
-        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
+        following.connections.set_routers(KEY, {"pod": at("127.0.0.1")})
         following.connections.set_plan(KEY, plan_pb2.Plan(generation=4))
-        following.connections.set_routers(KEY, {"pod": "127.0.0.1", "later": "127.0.0.1"})
+        following.connections.set_routers(KEY, {"pod": at("127.0.0.1"), "later": at("127.0.0.1")})
         while len(following.connections.statuses(KEY)) < 2 or router.status.generation != 4:
             await following.wait()
 
@@ -234,7 +238,7 @@ async def test_a_router_that_comes_later_gets_the_plan_too(router) -> None:
 async def test_a_refused_plan_is_reported(router) -> None:
     router.refusal = "engines[0].chunk_size_tokens is 9, allowed are 0 to 8"
     async with Following(router) as following:
-        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
+        following.connections.set_routers(KEY, {"pod": at("127.0.0.1")})
         following.connections.set_plan(KEY, plan_pb2.Plan(generation=5))
         while not following.connections.refusals(KEY):
             await following.wait()
@@ -247,7 +251,7 @@ async def test_a_refused_plan_is_reported(router) -> None:
 async def test_a_router_that_starts_again_gets_the_plan_again_even_one_that_it_had_refused(router) -> None:
     router.refusal = "engines[0].chunk_size_tokens is 9, allowed are 0 to 8"
     async with Following(router) as following:
-        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
+        following.connections.set_routers(KEY, {"pod": at("127.0.0.1")})
         following.connections.set_plan(KEY, plan_pb2.Plan(generation=5))
         while not following.connections.refusals(KEY):
             await following.wait()
@@ -265,19 +269,19 @@ async def test_a_router_that_starts_again_gets_the_plan_again_even_one_that_it_h
 
 async def test_a_router_whose_pod_has_another_address_is_another_router(router) -> None:
     async with Following(router) as following:
-        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
+        following.connections.set_routers(KEY, {"pod": at("127.0.0.1")})
         following.connections.set_plan(KEY, plan_pb2.Plan(generation=5))
         await until_following(following, 5)
-        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
+        following.connections.set_routers(KEY, {"pod": at("127.0.0.1")})
         assert set(following.connections.statuses(KEY)) == {"pod"}
-        following.connections.set_routers(KEY, {"pod": "127.0.0.2"})
+        following.connections.set_routers(KEY, {"pod": at("127.0.0.2")})
         assert following.connections.statuses(KEY) == {}
         assert following.connections.count() == 1
 
 
 async def test_counters_are_recorded_and_enqueue_nothing(router) -> None:
     async with Following(router) as following:
-        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
+        following.connections.set_routers(KEY, {"pod": at("127.0.0.1")})
         await following.wait()
         router.change(classes=[control_pb2.ClassCounters(num_finished=7)])
         async with asyncio.timeout(10):
@@ -289,7 +293,7 @@ async def test_counters_are_recorded_and_enqueue_nothing(router) -> None:
 
 async def test_a_deleted_cluster_has_no_connections(router) -> None:
     async with Following(router) as following:
-        following.connections.set_routers(KEY, {"pod": "127.0.0.1"})
+        following.connections.set_routers(KEY, {"pod": at("127.0.0.1")})
         await following.wait()
         following.connections.set_routers(KEY, {})
         assert following.connections.count() == 0

@@ -133,16 +133,6 @@ def _trust(context: ssl.SSLContext, authorities: bytes) -> None:
     context.load_verify_locations(cadata=authorities.decode("ascii"))
 
 
-def make_pinned_context(folder: Path) -> ssl.SSLContext:
-    """Makes a client's context that trusts the very certificate in a folder, whatever name it is for."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.load_verify_locations(cafile=str(find_version(folder) / CHAIN))
-    return context
-
-
 def describe_fault(error: Exception) -> str:
     """Describes OpenSSL's complaint about a certificate, without its source lines."""
     if isinstance(error, ssl.SSLCertVerificationError):

@@ -28,10 +28,11 @@ from sluice_core.latency import OnlineLatencyModel
 from sluice_router.api import control_service
 from sluice_router.api.grpc_api import GrpcApi, join_address
 from sluice_router.api.http.http_api import HttpApi
+from sluice_router.api.http.http_errors import refuse
 from sluice_router.api.http.info_endpoints import METRICS_PATH, InfoEndpoints
 from sluice_router.engines import discovery
 from sluice_router.engines.engine_connections import HELLO_TIMEOUT_S, EngineConnections
-from sluice_router.errors import MIN_RETRY_S, PlanRefusedError, ShuttingDownError
+from sluice_router.errors import MIN_RETRY_S, PlanRefusedError, RouterError, ShuttingDownError
 from sluice_router.observability.request_traces import make_request_traces
 from sluice_router.scheduling.router import Router
 from sluice_router.scheduling.state import RouterState
@@ -48,6 +49,8 @@ TICK_S = 0.05
 # log. Requests leave no cycles behind, so that the older generations are walked after a million containers only.
 GC_THRESHOLDS = (1_000, 1_000, 10)
 CLOSE_GRACE_S = 1.0
+# Of the port for metrics, where clients need keys.
+OPEN_PATHS = PROBE_PATHS | {METRICS_PATH}
 
 
 def make_router(settings: RouterSettings) -> Router:
@@ -103,15 +106,19 @@ class RouterServer:
         self.router.connect(self._connections)
         self._text = ModelText.load(Path(settings.model))
         self._http = HttpApi(self.router, self._text, access=security.client_access)
-        self._grpc = GrpcApi(self.router, self._text, self._http.metrics, access=security.client_access)
+        self._grpc = GrpcApi(
+            self.router,
+            self._text,
+            self._http.metrics,
+            access=security.client_access,
+            shares_port=settings.share_ports,
+        )
         # gRPC shares ports by default: another router on this one would then take part of the calls, unnoticed.
         self._control = grpc.aio.server(
             interceptors=peers.interceptors if peers else (), options=[("grpc.so_reuseport", 0)]
         )
         self._health = health.aio.HealthServicer()
-        # Whoever may scrape may not therefore use what clients need a key for.
-        open_paths = PROBE_PATHS | {METRICS_PATH} if security.client_access.keys else None
-        self._info_endpoints = InfoEndpoints(self.router, self._text, paths=open_paths)
+        self._info_endpoints = InfoEndpoints(self.router, self._text)
         self._info_runner: web.ServerRunner | None = None
         self._stop = asyncio.Event()
         self.ports: dict[str, int] = {}
@@ -151,7 +158,9 @@ class RouterServer:
         await self._listen("control", self._start_control())
         await self._listen("metrics", self._start_info())
         await self._listen("grpc", self._grpc.start(settings.host, settings.grpc_port))
-        await self._listen("http", self._http.start(settings.host, settings.http_port))
+        await self._listen(
+            "http", self._http.start(settings.host, settings.http_port, shares_port=settings.share_ports)
+        )
         gc.collect()
         # What lives since the start need not be walked at all.
         gc.freeze()
@@ -191,7 +200,7 @@ class RouterServer:
         return port
 
     async def _start_info(self) -> int:
-        """Serves probes and metrics on a port of their own, out of the clients' reach."""
+        """Serves probes, metrics and explanations of this very process on a port of their own."""
         runner = web.ServerRunner(web.Server(self._show_info, access_log=None), handle_signals=False)
         await runner.setup()
         await web.TCPSite(runner, self._settings.host, self._settings.metrics_port).start()
@@ -202,7 +211,14 @@ class RouterServer:
         handler = self._info_endpoints.find(request.path)
         if handler is None or request.method not in {"GET", "HEAD"}:
             return web.Response(status=404)
-        return handler()
+        keys = self._security.client_access.keys
+        try:
+            # Whoever may scrape may not therefore see what clients need a key for.
+            if keys is not None and request.path not in OPEN_PATHS:
+                keys.find_owner(request.headers.get("Authorization"))
+            return handler()
+        except RouterError as error:
+            return refuse(error)
 
     # --- running -------------------------------------------------------------------------------------------------
 
@@ -244,7 +260,7 @@ class RouterServer:
     async def _drain(self) -> None:
         """Takes nothing new, and lets answers under way end."""
         self.router.stop_accepting()
-        self._http.announce_close()
+        await self._http.announce_close()
         self._grpc.announce_close(self._settings.grace_s + CLOSE_GRACE_S)
         deadline_s = self.router.now() + self._settings.grace_s
         while self.router.state.requests.live and self.router.now() < deadline_s:  # noqa: ASYNC110 - once, at the end

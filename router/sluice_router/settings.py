@@ -68,6 +68,9 @@ class RouterSettings(SecuritySettings):
     grpc_port: int = Field(default=0, ge=0, le=65535, description="port of the client API over gRPC; 0: a free one")
     control_port: int = Field(default=0, ge=0, le=65535, description="port of the control API; 0: a free one")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="port of /metrics and the probes; 0: a free one")
+    share_ports: bool = Field(
+        default=False, description="whether other routers of this user listen on the client APIs' ports too (workers)"
+    )
     model: str = Field(description="folder of the model: tokenizer, chat template, generation defaults")
     model_id: str = Field(
         default="", description="the control plane's id of the model; engines of another one are not used"

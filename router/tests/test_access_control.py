@@ -81,11 +81,13 @@ async def test_requests_need_a_key_and_probes_do_not(tmp_path, keys):
         for path in ("/v1/models", "/v1/models/tiny", "/version", "/debug/requests/x", "/metrics", "/nowhere"):
             assert (await http.get(path)).status_code == 401, path
         assert (await http.get("/v1/models", headers=bearing(KEY))).status_code == 200
-        # What is counted of others is on the scrapers' port only, and nothing else is.
+        # What is counted of others is on the scrapers' port only; what else is there needs a key too.
         assert (await http.get("/metrics", headers=bearing(KEY))).status_code == 404
         assert (await get(server, "/metrics"))[0] == 200
-        assert (await get(server, "/v1/models"))[0] == 404
-        assert (await get(server, "/debug/requests/x"))[0] == 404
+        assert (await get(server, "/v1/models"))[0] == 401
+        assert (await get(server, "/debug/requests/x"))[0] == 401
+        debug = f"http://127.0.0.1:{server.ports['metrics']}/debug/requests/x"
+        assert (await http.get(debug, headers=bearing(KEY))).json()["error"]["code"] == "unknown_request"
 
 
 async def test_the_official_client_knows_what_is_wrong(tmp_path, keys):

@@ -145,7 +145,7 @@ async def test_answers_say_close_while_the_router_drains(start, plane, text):
     async with connect(port) as (reader, writer):
         writer.write(request_bytes("/v1/completions", BODY))
         assert "connection" not in (await read_response(reader))[1]
-        api.announce_close()
+        await api.announce_close()
         writer.write(request_bytes("/v1/completions", BODY))
         status, headers, _ = await read_response(reader)
         assert (status, headers["connection"], headers["server"]) == (200, "close", "sluice")

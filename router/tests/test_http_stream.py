@@ -156,7 +156,7 @@ async def test_the_head_says_how_the_stream_ends(text, version, asked, is_closin
     api = HttpApi(FakePlane(say(text, "hello world")), text)
     port = await api.start("127.0.0.1", 0)
     if is_closing:
-        api.announce_close()
+        await api.announce_close()
     async with connect(port) as (reader, writer):
         headers = {} if asked is None else {"Connection": asked}
         body = {"prompt": "hi", "stream": True, "max_tokens": 1}

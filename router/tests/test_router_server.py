@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import time
 from typing import TYPE_CHECKING
@@ -68,6 +69,67 @@ async def test_two_routers_never_share_a_port(settings, name):
                 await second.run()
 
 
+async def test_workers_share_the_clients_ports_and_explain_their_own_requests(tmp_path):
+    engines = [FakeEngine(FakeCore("d0")), FakeEngine(FakeCore("d1"))]
+    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
+    async with sharing_ports(tmp_path, engines) as (first, second):
+        url = f"http://127.0.0.1:{first.ports['http']}/v1/completions"
+        served = []
+        # The kernel chooses by the client's port: each connection is another draw.
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+            for _ in range(32):
+                answer = await session.post(url, json=body)
+                assert answer.status == 200
+                path = f"/debug/requests/{answer.headers['x-request-id']}"
+                known = [
+                    (await session.get(f"http://127.0.0.1:{worker.ports['metrics']}{path}")).status
+                    for worker in (first, second)
+                ]
+                assert sorted(known) == [200, 404]
+                served.append(known.index(200))
+        assert set(served) == {0, 1}
+
+
+async def test_a_worker_that_leaves_takes_no_new_connection_while_its_answers_end(tmp_path):
+    engines = [FakeEngine(FakeCore(name), step_s=0.02) for name in ("d0", "d1")]
+    async with sharing_ports(tmp_path, engines) as (first, second):
+        url = f"http://127.0.0.1:{first.ports['http']}/v1/completions"
+        body = {"model": "tiny", "prompt": [1, 2, 3], "ignore_eos": True}
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+            long = []
+            while not first.router.state.requests.live:
+                long.append(asyncio.create_task(session.post(url, json=body | {"max_tokens": 100})))
+                await until(lambda: len(list_live(first, second)) == len(long))
+            first.stop()
+            await until(lambda: not first.router.is_ready)
+            for _ in range(16):
+                answer = await session.post(url, json=body | {"max_tokens": 1})
+                assert answer.status == 200
+            assert first.router.state.requests.live
+            for answer in await asyncio.gather(*long):
+                assert (await answer.json())["usage"]["completion_tokens"] == 100
+
+
+def list_live(*routers):
+    return [request for server in routers for request in server.router.state.requests.live]
+
+
+@contextlib.asynccontextmanager
+async def sharing_ports(folder, engines):
+    """Two workers, each with an engine of its own, since an engine of the tests serves one router."""
+    folders = [folder / name for name in ("first", "second")]
+    for each in folders:
+        each.mkdir()
+    shared: dict[str, object] = {"share_ports": True}
+    async with serving(*engines), running(make_settings(folders[0]).model_copy(update=shared)) as first:
+        shared |= {f"{name}_port": first.ports[name] for name in ("http", "grpc")}
+        async with running(make_settings(folders[1]).model_copy(update=shared)) as second:
+            for worker, each, engine in zip((first, second), folders, engines, strict=True):
+                write_engine_addresses(each, engine)
+                await until(lambda: worker.router.is_ready)  # noqa: B023
+            yield first, second
+
+
 async def test_a_router_listens_on_ipv6(settings):
     async with (
         running(settings.model_copy(update={"host": "::1"})) as server,
@@ -121,6 +183,7 @@ async def test_lag_of_the_event_loop_is_measured(settings):
         ("POST", "/metrics", 404),
         ("GET", "/none", 404),
         ("GET", "/v1/completions", 404),
+        ("GET", "/v1/models/none", 404),
     ],
 )
 async def test_the_port_of_probes_and_metrics_answers_questions_alone(settings, method, path, status):

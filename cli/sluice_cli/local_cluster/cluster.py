@@ -21,6 +21,7 @@ from sluice_cli.local_cluster.process_factory import ProcessFactory
 from sluice_cli.local_cluster.reconcile import reconcile_steps
 from sluice_cli.local_cluster.reconcile.desired_processes import make_desired_processes
 from sluice_cli.local_cluster.reconcile.local_roll import LocalRoll
+from sluice_cli.local_cluster.reconcile.router_names import is_first_replica, replica_of
 from sluice_cli.processes.ports import PortError
 from sluice_core.records import EngineId
 from sluice_operator.api import names
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from sluice_cli.processes.supervisor import SupervisedProcess
     from sluice_operator.api.serving_cluster import ServingCluster
     from sluice_operator.autotune.search_process import RunSearch
+    from sluice_operator.resources import command_lines
 
 # Interpreters take seconds to shut down under load.
 STOP_MARGIN_S = 15.0
@@ -202,9 +204,9 @@ class LocalCluster:
 
     async def _carry_out(self, step: reconcile_steps.RolloutStep, desired: reconcile_steps.DesiredProcesses) -> None:
         match step:
-            case reconcile_steps.AddRouters(count):
-                for _ in range(count):
-                    self._add_router(desired)
+            case reconcile_steps.AddRouters(router_names):
+                for name in router_names:
+                    self._add_router(name, desired)
                 self._publish()
             case reconcile_steps.AddEngines(count):
                 for _ in range(count):
@@ -263,14 +265,23 @@ class LocalCluster:
             late = ", ".join(engine_id for engine_id in engine_ids if not self._is_drained(engine_id))
             self._report(f"{late} did not drain within {timeout_s:g} s; its requests are recovered elsewhere")
 
-    def _add_router(self, desired: reconcile_steps.DesiredProcesses) -> None:
-        index = next(i for i in itertools.count() if f"router-{i}" not in self._routers)
-        name = f"router-{index}"
+    def _add_router(self, name: str, desired: reconcile_steps.DesiredProcesses) -> None:
         self._write_engines()
-        router = self._factory.start_router(self.manifest, name, desired.router_hash, self._group)
+        router = self._factory.start_router(
+            self.manifest, name, desired.router_hash, self._group, shares_with=self._find_shared_site(name)
+        )
         self._routers[name] = router
         if self._plan.plan:
             router.link.set_plan(self._plan.plan)
+
+    def _find_shared_site(self, name: str) -> command_lines.RouterSite | None:
+        """Finds the ports that a router shares with the other workers of its replica, where it is to be."""
+        port = self._endpoints.choose_http_port(self.manifest.spec.router.service.port)
+        for other, router in self._routers.items():
+            is_where_it_shall_be = not is_first_replica(name) or router.site.http_port == port
+            if other != name and replica_of(other) == replica_of(name) and is_where_it_shall_be:
+                return router.site
+        return None
 
     async def _remove_router(self, name: str) -> None:
         # It stays in the table until it has ended: a stop of the whole cluster meanwhile must find it.
@@ -281,7 +292,7 @@ class LocalCluster:
     def _forget_router(self, name: str) -> None:
         router = self._routers.pop(name)
         router.link_task.cancel()
-        self._endpoints.release(router.site)
+        self._endpoints.release(router.site, [other.site for other in self._routers.values()])
         self._on_process_change()
 
     def _forget_engine(self, engine_id: EngineId) -> None:
@@ -291,9 +302,9 @@ class LocalCluster:
 
     async def _restart_router(self, name: str, desired: reconcile_steps.DesiredProcesses) -> None:
         router, port = self._routers[name], self.manifest.spec.router.service.port
-        # Only the first router's port is in the manifest.
-        is_moving = name == "router-0" and self._endpoints.choose_http_port(port) != router.site.http_port
-        if is_moving:
+        # Only the first replica's port is in the manifest.
+        is_moving = is_first_replica(name) and self._endpoints.choose_http_port(port) != router.site.http_port
+        if is_moving and self._find_shared_site(name) is None:
             try:
                 self._endpoints.check_http_port(port)
             except PortError as error:
@@ -301,8 +312,8 @@ class LocalCluster:
                 # As if it were up to date: the rest of the manifest is followed, and another edit is tried again.
                 router.spec_hash = desired.router_hash
                 return
-        elif self._factory.is_current_router(self.manifest, name, router):
-            # The hash differs by the first router's port alone, which does not concern this one.
+        elif not is_moving and self._factory.is_current_router(self.manifest, name, router):
+            # The hash differs by the first replica's port alone, which does not concern this one.
             router.spec_hash = desired.router_hash
             return
         where = f" on port {port}" if is_moving else ""

@@ -65,6 +65,7 @@ class RouterStatusRow:
     Args:
         name: The launcher's name.
         url: Of its OpenAI API.
+        metrics_url: Of its own probes, metrics and explanations: workers of a replica share the API's.
         front_tls: Folder of its certificate; empty: nothing is encrypted.
         needs_key: Requests must carry a key.
         is_ready: /readyz answers 200.
@@ -78,6 +79,7 @@ class RouterStatusRow:
 
     name: str
     url: str
+    metrics_url: str
     front_tls: str = ""
     needs_key: bool = False
     is_ready: bool = False
@@ -252,6 +254,7 @@ def _view_router(process: ProcessRecord, status: control_pb2.GetStatusResponse |
     router = RouterStatusRow(
         name=process.name,
         url=f"{'https' if process.front_tls else 'http'}://127.0.0.1:{process.ports['http']}",
+        metrics_url=f"http://127.0.0.1:{process.ports['metrics']}",
         front_tls=process.front_tls,
         needs_key=process.needs_key,
         num_restarts=_count_restarts(process),

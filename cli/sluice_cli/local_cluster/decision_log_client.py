@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import urllib.parse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from sluice.certificates import make_pinned_context
 from sluice_cli.errors import CommandError
 
 if TYPE_CHECKING:
@@ -41,21 +39,20 @@ async def fetch_decision_log(routers: Sequence[RouterStatusRow], request_id: str
     for answer in answers:
         if answer:
             return answer
-    asked = ", ".join(router.url for router in routers) or "none"
+    asked = ", ".join(router.name for router in routers) or "none"
     raise UnknownRequestError(
         f"no router knows request {request_id!r} (routers asked: {asked}); routers keep the last few thousand decisions"
     )
 
 
 async def _ask(session: aiohttp.ClientSession, router: RouterStatusRow, request_id: str) -> dict[str, Any] | None:
-    trust = make_pinned_context(Path(router.front_tls)) if router.front_tls else True
     try:
         # An id is one segment of the path, whatever it holds.
-        url = f"{router.url}/debug/requests/{urllib.parse.quote(request_id, safe='')}"
-        async with session.get(url, ssl=trust) as response:
+        url = f"{router.metrics_url}/debug/requests/{urllib.parse.quote(request_id, safe='')}"
+        async with session.get(url) as response:
             if response.status == 401:
                 raise UnknownRequestError(
-                    f"{router.url} asks for a valid API key; pass --api-key or set SLUICE_API_KEY"
+                    f"{router.name} asks for a valid API key; pass --api-key or set SLUICE_API_KEY"
                 )
             if response.status != 200:
                 return None

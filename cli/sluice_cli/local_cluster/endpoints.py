@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sluice_operator.resources.command_lines import EngineSite, RouterSite
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
@@ -58,29 +60,40 @@ class EndpointAllocator:
             model_directory=str(model),
         )
 
-    def make_first_router(self, from_manifest: int, model: Path) -> RouterSite:
+    def make_first_router(self, from_manifest: int, model: Path, *, shares_ports: bool = False) -> RouterSite:
         """Claims ports for the router at the cluster's address; gRPC and control follow it: 8000, 8001, 8002.
 
         Raises:
             PortError: The address is in use.
         """
         http_port = self._take_http_port(from_manifest)
-        return self._make_router(http_port, [http_port + 1], [http_port + 2], model)
+        return self._make_router(http_port, [http_port + 1], [http_port + 2], model, shares_ports=shares_ports)
 
-    def make_further_router(self, model: Path) -> RouterSite:
+    def make_further_router(self, model: Path, *, shares_ports: bool = False) -> RouterSite:
         """Claims ports for another router.
 
         Raises:
             PortError: None is free.
         """
-        return self._make_router(self._ports.choose(), [], [], model)
+        return self._make_router(self._ports.choose(), [], [], model, shares_ports=shares_ports)
 
-    def _make_router(self, http_port: int, grpc: list[int], control: list[int], model: Path) -> RouterSite:
+    def make_worker(self, first: RouterSite) -> RouterSite:
+        """Claims ports for a router that shares the client APIs' ports of another one.
+
+        Raises:
+            PortError: None is free.
+        """
+        return replace(first, control_port=self._ports.choose(), metrics_port=self._ports.choose())
+
+    def _make_router(
+        self, http_port: int, grpc: list[int], control: list[int], model: Path, *, shares_ports: bool
+    ) -> RouterSite:
         return RouterSite(
             host=HOST,
             http_port=http_port,
             grpc_port=self._ports.choose(grpc),
             control_port=self._ports.choose(control),
+            shares_ports=shares_ports,
             metrics_port=self._ports.choose(),
             model_directory=str(model),
             engines=f"file:{self._directory.engines_file}",
@@ -93,9 +106,10 @@ class EndpointAllocator:
         remedy = "stop what uses it, change the manifest, or pass --http-port"
         return self._ports.take(from_manifest, "spec.router.service.port", remedy)
 
-    def release(self, site: EngineSite | RouterSite) -> None:
-        """Releases the ports of a site."""
-        for port in list_ports(site).values():
+    def release(self, site: EngineSite | RouterSite, others: Iterable[RouterSite] = ()) -> None:
+        """Releases the ports of a site that no other one shares."""
+        shared = {port for other in others for port in list_ports(other).values()}
+        for port in set(list_ports(site).values()) - shared:
             self._ports.release(port)
 
 

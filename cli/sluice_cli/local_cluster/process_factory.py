@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sluice_cli.local_cluster.endpoints import HOST, EndpointAllocator
 from sluice_cli.local_cluster.local_manifest import describe_local_security
 from sluice_cli.local_cluster.managed_processes import ManagedEngine, ManagedRouter, keep_link, make_control_tls
+from sluice_cli.local_cluster.reconcile.router_names import is_first_replica
 from sluice_cli.processes.child_processes import LaunchSpec
 from sluice_cli.processes.supervisor import SupervisedProcess
 from sluice_operator.api import names
@@ -82,22 +83,33 @@ class ProcessFactory:
         group.create_task(engine.process.run(), name=engine.site.engine_id)
 
     def start_router(
-        self, manifest: ServingCluster, name: str, spec_hash: str, group: asyncio.TaskGroup
+        self,
+        manifest: ServingCluster,
+        name: str,
+        spec_hash: str,
+        group: asyncio.TaskGroup,
+        *,
+        shares_with: command_lines.RouterSite | None = None,
     ) -> ManagedRouter:
         """Starts a new router, and the link to it.
 
         Args:
             manifest: What its command comes from.
-            name: ``router-0`` gets the manifest's port, others any.
+            name: The workers of ``router-0`` get the manifest's port, others any.
             spec_hash: Of its command.
             group: Runs its supervisor and its link.
+            shares_with: A worker of the same replica, whose ports of the client APIs it listens on too.
 
         Raises:
             PortError: The manifest's port is in use, or none is free.
         """
-        model, port = self.find_model(manifest), manifest.spec.router.service.port
-        is_first = name == "router-0"
-        site = self.endpoints.make_first_router(port, model) if is_first else self.endpoints.make_further_router(model)
+        model, spec = self.find_model(manifest), manifest.spec.router
+        if shares_with is not None:
+            site = self.endpoints.make_worker(shares_with)
+        elif is_first_replica(name):
+            site = self.endpoints.make_first_router(spec.service.port, model, shares_ports=spec.workers > 1)
+        else:
+            site = self.endpoints.make_further_router(model, shares_ports=spec.workers > 1)
         security = self.describe_security(manifest, names.ROUTER)
         process = self._supervise(name, self._make_router_launch(manifest, name, site), "router")
         tls = make_control_tls(security)
@@ -116,7 +128,9 @@ class ProcessFactory:
 
     def is_current_router(self, manifest: ServingCluster, name: str, router: ManagedRouter) -> bool:
         """Whether a router runs as the manifest says, at the ports that it has."""
-        return router.process.launch == self._make_router_launch(manifest, name, router.site)
+        shares_ports = manifest.spec.router.workers > 1
+        launch = self._make_router_launch(manifest, name, router.site)
+        return router.site.shares_ports == shares_ports and router.process.launch == launch
 
     def describe_security(self, manifest: ServingCluster, component: str) -> command_lines.Security:
         """Says where a component finds its keys and certificates."""

@@ -10,3 +10,5 @@ GRPC_PORT = 8001
 CONTROL_PORT = 8002
 ENGINE_PORT = 8010
 METRICS_PORT = 9090
+# Of a router pod: so many ports are free for control.
+MAX_WORKERS = ENGINE_PORT - CONTROL_PORT

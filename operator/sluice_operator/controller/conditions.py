@@ -197,7 +197,7 @@ def _count_late(inputs: StatusInputs, plan: plan_pb2.Plan) -> tuple[int, int]:
     """Routers and engines that have not taken the plan yet."""
     named = {engine.engine_id for engine in plan.engines}
     in_force = sum(status.generation >= plan.generation for status in inputs.statuses.values())
-    routers = max(0, inputs.num_routers_ready - in_force)
+    routers = max(0, inputs.num_workers_ready - in_force)
     engines = sum(
         report.acknowledged_generation < plan.generation
         for engine_id, report in inputs.reports.items()

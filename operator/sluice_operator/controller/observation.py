@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.labels import CLUSTER_LABEL, COMPONENT_LABEL
+from sluice_operator.api.router_workers import name_worker
 from sluice_operator.kubernetes.errors import BusyError, KubernetesError
 from sluice_operator.kubernetes.kinds import (
     CERTIFICATES,
@@ -27,6 +28,7 @@ from sluice_operator.kubernetes.objects import labels_of, name_of, uid_of
 from sluice_operator.resources.children import key_of
 from sluice_operator.resources.owner_references import is_owned
 from sluice_operator.resources.pods.pod_status import read_pod
+from sluice_operator.routers.connection_table import RouterAddress
 from sluice_operator.routers.engine_reports import merge_reports
 
 if TYPE_CHECKING:
@@ -125,7 +127,7 @@ class ObservedRouters:
     """What the routers of a cluster say at one moment.
 
     Args:
-        statuses: Newest status of each router that answers, by the pod's name.
+        statuses: Newest status of each router that answers, by its name.
         reports: What they say of the engines, put together.
     """
 
@@ -136,9 +138,13 @@ class ObservedRouters:
 def observe_routers(routers: Routers, key: ClusterKey, observed: ObservedState) -> ObservedRouters:
     """Connects to the router pods that run, and reads their newest statuses."""
     reachable = [pod for pod in observed.routers if pod.address and not pod.has_ended]
-    addresses = {pod.name: pod.address for pod in reachable}
-    # By pod: while TLS is turned on or off, routers of both kinds run.
-    routers.set_routers(key, addresses, {pod.name: pod.control_tls for pod in reachable if pod.control_tls})
+    # By pod: while TLS or the number of workers changes, routers of both kinds run.
+    addresses = {
+        name_worker(pod.name, worker): RouterAddress(host=pod.address, worker=worker, server_name=pod.control_tls)
+        for pod in reachable
+        for worker in range(pod.num_workers)
+    }
+    routers.set_routers(key, addresses)
     statuses = routers.statuses(key)
     return ObservedRouters(statuses=statuses, reports=merge_reports(statuses.values()))
 

@@ -203,7 +203,7 @@ class Reconciler:
             key, verdict, observed=observed, reported=reported, planned=planned, applied=applied, state=state
         )
         grace_s = state.first_reconcile_s + ROUTER_GRACE_S - self._now()
-        if grace_s > 0 and len(inputs.statuses) < inputs.num_routers_ready:
+        if grace_s > 0 and len(inputs.statuses) < inputs.num_workers_ready:
             # A new leader knows nothing of the routers yet: its status would take back what its predecessor wrote.
             return grace_s
         if self._is_deferred(key, planned, reported, state):

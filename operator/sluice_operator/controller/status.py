@@ -48,7 +48,7 @@ def render_status(inputs: StatusInputs, now_text: str) -> Object:
         "effective": _render_effective(inputs, old.get("effective") or {}),
     }
     generations = [item.generation for item in inputs.statuses.values()]
-    if generations and len(generations) >= inputs.num_routers_ready:
+    if generations and len(generations) >= inputs.num_workers_ready:
         status["planGeneration"] = min(generations)
     elif "planGeneration" in old:
         status["planGeneration"] = old["planGeneration"]

@@ -83,8 +83,13 @@ class StatusInputs:
 
     @property
     def num_routers_ready(self) -> int:
-        """Routers that serve."""
+        """Router pods that serve."""
         return sum(pod.is_ready and pod.is_present for pod in self.routers)
+
+    @property
+    def num_workers_ready(self) -> int:
+        """Router processes that serve, of which a pod has one or more."""
+        return sum(pod.num_workers for pod in self.routers if pod.is_ready and pod.is_present)
 
     @property
     def pod_failures(self) -> list[Failure]:

@@ -59,7 +59,7 @@ def render_plan(
             plan_pb2.ServedModel(model_id=identify_model(model), served_name=model.served_name or model.name)
             for model in models
         ],
-        num_routers=spec.router.replicas,
+        num_routers=spec.router.num_routers,
         hold_seconds=count_hold_seconds(spec),
         owner_limits=[plan_pb2.OwnerLimits(**limits.model_dump(by_alias=False)) for limits in spec.router.auth.limits],
     )

@@ -61,6 +61,7 @@ class RouterSite:
         model_directory: The model's files (tokenizer and configuration only).
         engines: Where engines are found, ``file:PATH`` or ``dns:NAME:PORT``.
         plan_file: Plan for a cold start, if any.
+        shares_ports: Whether other routers listen on the ports of the OpenAI and gRPC APIs too.
     """
 
     host: str
@@ -71,6 +72,7 @@ class RouterSite:
     model_directory: str
     engines: str
     plan_file: str | None = None
+    shares_ports: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +165,7 @@ def render_router_command(spec: ServingClusterSpec, site: RouterSite, security: 
         "--grpc-port": site.grpc_port,
         "--control-port": site.control_port,
         "--metrics-port": site.metrics_port,
+        "--share-ports": "true" if site.shares_ports else None,
         "--model": site.model_directory,
         "--engines": site.engines,
         "--plan": site.plan_file,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from sluice_operator.api import names
 from sluice_operator.api.field_types import port_range
 from sluice_operator.api.labels import NAME_LABEL, label_child, select_component
-from sluice_operator.api.ports import CONTROL_PORT, ENGINE_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
+from sluice_operator.api.ports import ENGINE_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
+from sluice_operator.api.router_workers import control_port, metrics_port
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
@@ -32,7 +33,8 @@ def render_network_policies(cluster: ServingCluster, operator_namespace: str) ->
         "podSelector": {"matchLabels": {NAME_LABEL: names.MANAGER}},
     }
     # Scrapers run in any namespace; the kubelet's probes pass every policy.
-    metrics = {"from": [{"namespaceSelector": {}}], "ports": [_allow(METRICS_PORT)]}
+    scrapers: Object = {"from": [{"namespaceSelector": {}}]}
+    workers = range(spec.router.workers)
     return [
         _render_policy(
             name,
@@ -40,7 +42,7 @@ def render_network_policies(cluster: ServingCluster, operator_namespace: str) ->
             [
                 {"from": [routers], "ports": [_allow(ENGINE_PORT)]},
                 {"from": [engines], "ports": _allow_kv(spec)},
-                metrics,
+                {**scrapers, "ports": [_allow(METRICS_PORT)]},
             ],
         ),
         _render_policy(
@@ -48,8 +50,8 @@ def render_network_policies(cluster: ServingCluster, operator_namespace: str) ->
             names.ROUTER,
             [
                 {"ports": [_allow(HTTP_PORT), _allow(GRPC_PORT)]},
-                {"from": [operator], "ports": [_allow(CONTROL_PORT)]},
-                metrics,
+                {"from": [operator], "ports": [_allow(control_port(worker)) for worker in workers]},
+                {**scrapers, "ports": [_allow(metrics_port(worker)) for worker in workers]},
             ],
         ),
     ]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.labels import label_child, select_component
+from sluice_operator.api.router_workers import name_worker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,6 +23,7 @@ def render_service_monitors(cluster: ServingCluster, labels: Mapping[str, str]) 
         labels: By which a Prometheus selects its monitors.
     """
     name = cluster.metadata.name
+    scraped = {names.ENGINE: 1, names.ROUTER: cluster.spec.router.workers}
     return [
         {
             "apiVersion": "monitoring.coreos.com/v1",
@@ -32,8 +34,8 @@ def render_service_monitors(cluster: ServingCluster, labels: Mapping[str, str]) 
             },
             "spec": {
                 "selector": {"matchLabels": select_component(name, component)},
-                "endpoints": [{"port": "metrics"}],
+                "endpoints": [{"port": name_worker("metrics", each)} for each in range(processes)],
             },
         }
-        for component in (names.ENGINE, names.ROUTER)
+        for component, processes in scraped.items()
     ]

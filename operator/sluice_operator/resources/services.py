@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
 from sluice_operator.api.labels import MODEL_LABEL, label_child, select_component
-from sluice_operator.api.ports import CONTROL_PORT, ENGINE_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
+from sluice_operator.api.ports import ENGINE_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
+from sluice_operator.api.router_workers import control_port, metrics_port, name_worker
 
 if TYPE_CHECKING:
     from sluice_operator.api.serving_cluster import ServingCluster
@@ -32,11 +33,15 @@ def render_services(cluster: ServingCluster, router_model: str = "") -> list[Obj
     headless = {"clusterIP": "None", "publishNotReadyAddresses": True}
     metrics = _render_port("metrics", METRICS_PORT, METRICS_PORT)
     engines = {**headless, "ports": [_render_port("grpc", ENGINE_PORT, ENGINE_PORT), metrics]}
-    control = {**headless, "ports": [_render_port("control", CONTROL_PORT, CONTROL_PORT), metrics]}
+    workers = [
+        _render_port(name_worker(purpose, worker), port(worker), port(worker))
+        for worker in range(cluster.spec.router.workers)
+        for purpose, port in (("control", control_port), ("metrics", metrics_port))
+    ]
     rendered = [
         _render_service(name, names.name_router_service(name), names.ROUTER, clients),
         _render_service(name, names.name_engine_service(name), names.ENGINE, engines),
-        _render_service(name, names.name_control_service(name), names.ROUTER, control),
+        _render_service(name, names.name_control_service(name), names.ROUTER, {**headless, "ports": workers}),
     ]
     if router_model:
         rendered[0]["spec"]["selector"] |= {MODEL_LABEL: router_model}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from sluice_operator.api.ports import CONTROL_PORT
@@ -23,37 +22,42 @@ logger = logging.getLogger(__name__)
 
 # Pause before a connection that failed unexpectedly is opened again.
 RESTART_S = 5.0
-NO_NAMES: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterAddress:
+    """Where a router's control port is.
+
+    Args:
+        host: Address of its pod.
+        worker: Its number in the pod, which its port follows from.
+        server_name: Name in its certificate; empty: the port is in the open.
+    """
+
+    host: str
+    worker: int = 0
+    server_name: str = ""
 
 
 class Routers(Protocol):
     """What the reconciler needs of router connections."""
 
-    def set_routers(
-        self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES
-    ) -> None:
-        """Sets the routers of a cluster; none closes all connections.
-
-        Args:
-            key: The cluster.
-            addresses: Address of each pod by its name.
-            server_names: Name in the certificate of each pod whose control port has one, by the pod's name.
-        """
+    def set_routers(self, key: ClusterKey, routers: Mapping[str, RouterAddress]) -> None:
+        """Sets the routers of a cluster, by their names; none closes all connections."""
 
     def set_plan(self, key: ClusterKey, plan: plan_pb2.Plan) -> None:
         """Sets the newest plan of a cluster; it is pushed to each router until it is in force there."""
 
     def statuses(self, key: ClusterKey) -> dict[str, control_pb2.GetStatusResponse]:
-        """Newest status of each router that answers, by the pod's name."""
+        """Newest status of each router that answers, by its name."""
 
     def refusals(self, key: ClusterKey) -> dict[str, str]:
-        """Why a router refused the newest plan, by the pod's name."""
+        """Why a router refused the newest plan, by its name."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _RouterEntry:
-    address: str
-    server_name: str
+    address: RouterAddress
     connection: RouterConnection
     task: asyncio.Task[None]
     last_status: control_pb2.GetStatusResponse | None = None
@@ -72,7 +76,7 @@ class RouterConnections:
         group: Runs their tasks.
         enqueue: Called with a cluster whose routers report something to act on.
         record_status: Called with every status, for attainment.
-        port: Control port of the routers.
+        port: Control port of each pod's first router; those of the others follow it.
         certificates: Our own, for routers that require one; a task of the caller refreshes them.
     """
 
@@ -92,19 +96,17 @@ class RouterConnections:
         self._port = port
         self._clusters: dict[ClusterKey, _Cluster] = {}
 
-    def set_routers(
-        self, key: ClusterKey, addresses: Mapping[str, str], server_names: Mapping[str, str] = NO_NAMES
-    ) -> None:
+    def set_routers(self, key: ClusterKey, routers: Mapping[str, RouterAddress]) -> None:
         """See ``Routers.set_routers``."""
         cluster = self._clusters.setdefault(key, _Cluster())
         for name, entry in list(cluster.routers.items()):
-            if addresses.get(name) != entry.address or server_names.get(name, "") != entry.server_name:
+            if routers.get(name) != entry.address:
                 entry.task.cancel()
                 del cluster.routers[name]
-        for name, address in addresses.items():
+        for name, address in routers.items():
             if name not in cluster.routers:
-                cluster.routers[name] = self._start(key, name, address, server_names.get(name, ""))
-        if not addresses:
+                cluster.routers[name] = self._start(key, name, address)
+        if not routers:
             del self._clusters[key]
 
     def set_plan(self, key: ClusterKey, plan: plan_pb2.Plan) -> None:
@@ -130,7 +132,7 @@ class RouterConnections:
         """Number of connections."""
         return sum(len(cluster.routers) for cluster in self._clusters.values())
 
-    def _start(self, key: ClusterKey, name: str, address: str, server_name: str) -> _RouterEntry:
+    def _start(self, key: ClusterKey, name: str, address: RouterAddress) -> _RouterEntry:
         def on_status() -> None:
             entry = self._clusters[key].routers.get(name) if key in self._clusters else None
             if entry is None or entry.connection is not connection:
@@ -146,14 +148,15 @@ class RouterConnections:
             self._enqueue(key)
 
         tls = None
-        if server_name and self._certificates:
-            tls = ControlTls(certificates=self._certificates, server_name=server_name)
-        connection = RouterConnection(name, f"{address}:{self._port}", log=log, on_status=on_status, tls=tls)
+        if address.server_name and self._certificates:
+            tls = ControlTls(certificates=self._certificates, server_name=address.server_name)
+        target = f"{address.host}:{self._port + address.worker}"
+        connection = RouterConnection(name, target, log=log, on_status=on_status, tls=tls)
         plan = self._clusters[key].plan
         if plan is not None:
             connection.set_plan(plan)
         task = self._group.create_task(_run_forever(connection), name=f"router {key} {name}")
-        return _RouterEntry(address=address, server_name=server_name, connection=connection, task=task)
+        return _RouterEntry(address=address, connection=connection, task=task)
 
 
 async def _run_forever(connection: RouterConnection) -> None:

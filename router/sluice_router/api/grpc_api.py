@@ -268,6 +268,7 @@ class GrpcApi:
         metrics: Counters and limits of slow clients, shared with HTTP.
         access: What guards it.
         max_message_bytes: Largest request.
+        shares_port: Whether other processes listen on the port too.
     """
 
     def __init__(
@@ -278,11 +279,15 @@ class GrpcApi:
         *,
         access: ClientAccess = OPEN_ACCESS,
         max_message_bytes: int = 8 * 1024 * 1024,
+        shares_port: bool = False,
     ) -> None:
         self._plane = plane
         self._certificates = access.certificates
         self._server = grpc.aio.server(
-            options=[("grpc.max_receive_message_length", max_message_bytes), ("grpc.so_reuseport", 0)]
+            options=[
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.so_reuseport", int(shares_port)),
+            ]
         )
         self._health = health.aio.HealthServicer()
         self._watch: asyncio.Task[None] | None = None

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from sluice_cli.local_cluster.reconcile.reconcile_steps import DesiredProcesses
+from sluice_cli.local_cluster.reconcile.router_names import list_router_names
 from sluice_core.records import EngineId
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.resources import command_lines
@@ -43,12 +44,13 @@ def make_desired_processes(
         engine_hash=_digest(*engine),
         router_hash=_digest(
             http_port,
+            spec.router.workers > 1,
             asdict(router_security),
             spec.router.drain_timeout_seconds,
             command_lines.render_values(spec.router),
         ),
         num_engines=spec.replicas,
-        num_routers=spec.router.replicas,
+        routers=list_router_names(spec.router),
         num_prefill_heavy=resolve_sliders(effective_spec).num_prefill_heavy,
         is_paused=spec.rollout.paused,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sluice_cli.local_cluster.reconcile.router_names import replica_of
 from sluice_operator.planning.scale_down import RemovableEngine, choose_victims
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class DesiredProcesses:
         engine_hash: Identifies an engine's command and environment.
         router_hash: Identifies a router's command.
         num_engines: Engines.
-        num_routers: Routers.
+        routers: Names of the routers.
         num_prefill_heavy: P-heavy engines among them.
         is_paused: Whether no engine is restarted for now.
     """
@@ -35,7 +36,7 @@ class DesiredProcesses:
     engine_hash: str
     router_hash: str
     num_engines: int
-    num_routers: int
+    routers: tuple[str, ...]
     num_prefill_heavy: int
     is_paused: bool = False
 
@@ -91,7 +92,7 @@ class RestartEngine:
 class AddRouters:
     """Start routers."""
 
-    count: int
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +120,21 @@ def next_step(observed: ObservedProcesses, desired: DesiredProcesses) -> Rollout
 
 
 def _next_scaling(observed: ObservedProcesses, desired: DesiredProcesses) -> RolloutStep | None:
+    def is_addable(name: str) -> bool:
+        """A worker shares the ports of its replica's first one, which must be ready for that."""
+        return name == replica_of(name) or observed.routers.get(replica_of(name)) == desired.router_hash
+
     missing_engines = desired.num_engines - len(observed.engines)
-    missing_routers = desired.num_routers - len(observed.routers)
+    missing_routers = tuple(name for name in desired.routers if name not in observed.routers and is_addable(name))
+    needless_routers = [name for name in observed.routers if name not in desired.routers]
     # Routers first: engines that start meanwhile are known to them at once.
-    if missing_routers > 0:
+    if missing_routers:
         return AddRouters(missing_routers)
     if missing_engines > 0:
         return AddEngines(missing_engines)
     if missing_engines < 0:
         return RemoveEngines(_choose_victims(observed, -missing_engines, desired.num_prefill_heavy))
-    return RemoveRouter(list(observed.routers)[-1]) if missing_routers < 0 else None
+    return RemoveRouter(needless_routers[-1]) if needless_routers else None
 
 
 def _next_restart(observed: ObservedProcesses, desired: DesiredProcesses) -> RolloutStep | None:

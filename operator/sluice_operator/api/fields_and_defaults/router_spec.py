@@ -11,6 +11,7 @@ from sluice_operator.api.field_types import HostName, ManifestModel, Port, Strin
 from sluice_operator.api.fields_and_defaults.auth_spec import AuthSpec
 from sluice_operator.api.fields_and_defaults.network_spec import TlsSpec
 from sluice_operator.api.fields_and_defaults.pod_fields import PodFields, Resources
+from sluice_operator.api.ports import MAX_WORKERS
 
 
 class RouterTlsSpec(TlsSpec):
@@ -45,10 +46,12 @@ class RouterSpec(PodFields):
 
     replicas: Annotated[int, FieldEffect.LIVE, Field(strict=True, ge=1, le=64)] = 2
     """Number of routers. In force without a restart."""
+    workers: Annotated[int, Field(strict=True, ge=1, le=MAX_WORKERS)] = 1
+    """Router processes per pod. A process uses one core at most; those of a pod share its ports and its load."""
     image: Text | None = None
     """Container image; the router image that the operator was installed with when absent."""
     resources: Resources = Resources()
-    """Resources of the router container; requests 200m of cpu where requests and limits name no cpu."""
+    """Resources of each worker's container; requests 200m of cpu where requests and limits name no cpu."""
     drain_timeout_seconds: Annotated[int, Field(strict=True, ge=0, le=86_400)] = 300
     """Longest time that answers under way may take to end when a router stops."""
     service: ServiceSpec = ServiceSpec()
@@ -59,3 +62,8 @@ class RouterSpec(PodFields):
     """Web pages that may call the API from a browser."""
     tls: RouterTlsSpec = RouterTlsSpec()
     """Encryption of the API. A Secret for it needs no ca.crt."""
+
+    @property
+    def num_routers(self) -> int:
+        """Router processes in all: they share limits and load."""
+        return self.replicas * self.workers

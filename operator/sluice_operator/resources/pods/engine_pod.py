@@ -122,7 +122,7 @@ def _render_container(spec: ServingClusterSpec, image: str, security: Security) 
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
         "securityContext": security_context.CONTAINER_SECURITY,
         "lifecycle": termination.LIFECYCLE,
-        **probes.render_probes("/readyz", spec.engine.startup_timeout_seconds),
+        **probes.render_probes("/readyz", spec.engine.startup_timeout_seconds, METRICS_PORT),
         "volumeMounts": [container_fields.TMP_MOUNT, {"name": SHARED_MEMORY, "mountPath": "/dev/shm"}],  # noqa: S108
     }
 

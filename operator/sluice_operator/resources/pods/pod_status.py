@@ -18,6 +18,7 @@ from sluice_operator.api.labels import (
     ROLE_LABEL,
 )
 from sluice_operator.api.model_identity import COMMIT
+from sluice_operator.api.router_workers import ROUTER_CONTAINERS
 from sluice_operator.kubernetes.objects import annotations_of, labels_of, name_of, uid_of
 from sluice_operator.resources.pods.model_volume import RESOLVE_MODEL
 from sluice_operator.resources.pods.pod_failures import find_pod_failure
@@ -50,6 +51,7 @@ class Pod:
         resolved_revision: Commit that its model's revision is by the Hub; empty: it did not ask, or has no answer yet.
         started_in_s: How long it took from its creation until it served; None: it does not serve.
         node: Where it runs; empty before it has a place.
+        num_workers: Router processes in it.
         is_disrupted: Whether Kubernetes says that it is about to end it: an eviction, or a node that shuts down.
     """
 
@@ -71,6 +73,7 @@ class Pod:
     resolved_revision: str = ""
     started_in_s: float | None = None
     node: str = ""
+    num_workers: int = 1
     is_disrupted: bool = False
 
     @property
@@ -106,8 +109,14 @@ def read_pod(content: Object) -> Pod:
         resolved_revision=_read_revision(status),
         started_in_s=_read_start_s(content["metadata"].get("creationTimestamp"), status) if is_ready else None,
         node=(content.get("spec") or {}).get("nodeName") or "",
+        num_workers=_count_workers(content),
         is_disrupted="DisruptionTarget" in said,
     )
+
+
+def _count_workers(content: Object) -> int:
+    names = {container["name"] for container in (content.get("spec") or {}).get("containers") or []}
+    return max(1, len(names & ROUTER_CONTAINERS))
 
 
 def _read_start_s(created: str | None, status: Object) -> float | None:

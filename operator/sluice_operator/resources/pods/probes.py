@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice_operator.api.ports import METRICS_PORT
-
 if TYPE_CHECKING:
     from sluice_operator.kubernetes.objects import Object
 
 STARTUP_PERIOD_S = 2
 
 
-def render_probes(startup_path: str, startup_s: int) -> Object:
+def render_probes(startup_path: str, startup_s: int, port: int) -> Object:
     """Renders the probes; readiness and liveness have pages of their own.
 
     Args:
         startup_path: Page that says that the program has started.
         startup_s: Longest time until it says so, in seconds.
+        port: Port of the pages.
     """
 
     def get(path: str) -> Object:
-        return {"path": path, "port": METRICS_PORT}
+        return {"path": path, "port": port}
 
     return {
         "startupProbe": {

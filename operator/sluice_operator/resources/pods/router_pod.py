@@ -1,4 +1,4 @@
-"""The routers' pod: its container, volumes and mounts, ports and resources.
+"""The routers' pod: a container for each worker, volumes and mounts, ports and resources.
 
 Routers never talk to the API server: engines are found by DNS, the plan is pushed.
 """
@@ -16,7 +16,8 @@ from sluice_operator.api.labels import (
     select_component,
 )
 from sluice_operator.api.model_identity import identify_model
-from sluice_operator.api.ports import CONTROL_PORT, ENGINE_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
+from sluice_operator.api.ports import ENGINE_PORT, GRPC_PORT, HTTP_PORT
+from sluice_operator.api.router_workers import control_port, metrics_port, name_worker
 from sluice_operator.resources.command_lines import RouterSite, render_router_command
 from sluice_operator.resources.pods import (
     common_pod_fields,
@@ -60,19 +61,12 @@ def render_router_pod(cluster: ServingCluster, image: str, control_name: str) ->
     name, spec = cluster.metadata.name, cluster.spec
     labels = select_component(name, names.ROUTER)
     model = mount_model(spec.model, names.name_plan(name), files=ROUTER_FILES)
-    plan = {
-        "name": PLAN_VOLUME,
-        "configMap": {
-            "name": names.name_plan(name),
-            "optional": True,
-            "items": [{"key": names.PLAN_FILE, "path": names.PLAN_FILE}],
-        },
-    }
     security = describe_security(cluster, names.ROUTER, locate_in_pod, control_name)
     volumes, mounts = mount_secrets(cluster, names.ROUTER)
-    container = _render_container(cluster, image, security)
-    container["volumeMounts"] += [model.mount, *mounts]
-    container["env"] = [*model.variables, *container["env"]]
+    containers = [_render_worker(cluster, worker, image, security) for worker in range(spec.router.workers)]
+    for container in containers:
+        container["volumeMounts"] += [model.mount, *mounts]
+        container["env"] = [*model.variables, *container["env"]]
     template: Object = {
         "metadata": {"labels": {**label_child(name, names.ROUTER), MODEL_LABEL: identify_model(spec.model)}},
         "spec": {
@@ -81,8 +75,8 @@ def render_router_pod(cluster: ServingCluster, image: str, control_name: str) ->
                 spec.router.drain_timeout_seconds,
             ),
             "topologySpreadConstraints": pod_placement.render_topology_spread(labels),
-            "containers": [container],
-            "volumes": [*model.volumes, common_pod_fields.TMP_VOLUME, plan, *volumes],
+            "containers": containers,
+            "volumes": [*model.volumes, common_pod_fields.TMP_VOLUME, _render_plan_volume(name), *volumes],
             **image_pull.render_pull_secrets(spec.router),
             **pod_placement.render_placement(spec.router),
         },
@@ -91,7 +85,7 @@ def render_router_pod(cluster: ServingCluster, image: str, control_name: str) ->
         template["spec"]["initContainers"] = [
             container_fields.render_init_container(container, image) for container in model.init_containers
         ]
-    merged: Object = strategic_merge(template, spec.router.pod_template)
+    merged: Object = strategic_merge(template, _repeat_for_workers(spec.router.pod_template, spec.router.workers))
     merged["metadata"].setdefault("annotations", {}).update(
         {
             RESTART_HASH_ANNOTATION: compute_rollout_hash(spec, RESTARTS_ROUTERS, image, security.control_name),
@@ -101,25 +95,45 @@ def render_router_pod(cluster: ServingCluster, image: str, control_name: str) ->
     return merged
 
 
-def _render_container(cluster: ServingCluster, image: str, security: Security) -> Object:
+def _render_plan_volume(cluster: str) -> Object:
+    """The plan for a cold start; the operator may not have made it yet."""
+    items = [{"key": names.PLAN_FILE, "path": names.PLAN_FILE}]
+    return {
+        "name": PLAN_VOLUME,
+        "configMap": {"name": names.name_plan(cluster), "optional": True, "items": items},
+    }
+
+
+def _repeat_for_workers(over: Object, workers: int) -> Object:
+    """Repeats what the user's ``podTemplate`` says of the router's container for each worker."""
+    spec = over.get("spec", {})
+    given = next((each for each in spec.get("containers", []) if each.get("name") == names.ROUTER), None)
+    if given is None:
+        return over
+    repeated = [{**given, "name": name_worker(names.ROUTER, worker)} for worker in range(1, workers)]
+    return {**over, "spec": {**spec, "containers": [*spec["containers"], *repeated]}}
+
+
+def _render_worker(cluster: ServingCluster, worker: int, image: str, security: Security) -> Object:
     site = RouterSite(
         host="0.0.0.0",
         http_port=HTTP_PORT,
         grpc_port=GRPC_PORT,
-        control_port=CONTROL_PORT,
-        metrics_port=METRICS_PORT,
+        control_port=control_port(worker),
+        metrics_port=metrics_port(worker),
+        shares_ports=cluster.spec.router.workers > 1,
         model_directory=MODEL_DIRECTORY,
         engines=f"dns:{names.name_engine_service(cluster.metadata.name)}:{ENGINE_PORT}",
         plan_file=f"{PLAN_DIRECTORY}/{names.PLAN_FILE}",
     )
-    ports = {
-        "http": HTTP_PORT,
-        "grpc": GRPC_PORT,
-        "control": CONTROL_PORT,
-        "metrics": METRICS_PORT,
+    # Containers of a pod cannot declare one port twice.
+    ports = {} if worker else {"http": HTTP_PORT, "grpc": GRPC_PORT}
+    ports |= {
+        name_worker("control", worker): control_port(worker),
+        name_worker("metrics", worker): metrics_port(worker),
     }
     return {
-        "name": names.ROUTER,
+        "name": name_worker(names.ROUTER, worker),
         "image": image,
         "imagePullPolicy": image_pull.PULL_POLICY,
         "command": render_router_command(cluster.spec, site, security),
@@ -131,7 +145,7 @@ def _render_container(cluster: ServingCluster, image: str, security: Security) -
         "resources": _render_resources(cluster.spec.router.resources),
         "securityContext": security_context.CONTAINER_SECURITY,
         "lifecycle": termination.LIFECYCLE,
-        **probes.render_probes("/livez", STARTUP_S),
+        **probes.render_probes("/livez", STARTUP_S, metrics_port(worker)),
         "volumeMounts": [
             container_fields.TMP_MOUNT,
             {"name": PLAN_VOLUME, "mountPath": PLAN_DIRECTORY, "readOnly": True},

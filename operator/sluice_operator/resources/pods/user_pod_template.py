@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sluice_operator.api.cross_field_rules import OWNED_ENVIRONMENT, OWNED_PREFIX
 from sluice_operator.api.labels import CLUSTER_LABEL, COMPONENT_LABEL, MANAGED_BY_LABEL, NAME_LABEL, ROLE_LABEL
 from sluice_operator.api.names import ENGINE, ROUTER
+from sluice_operator.api.router_workers import ROUTER_CONTAINERS
 from sluice_operator.resources.pods.model_volume import FETCH_MODEL, RESOLVE_MODEL
 from sluice_operator.resources.pods.pod_isolation import find_cross_namespace_terms, find_isolation_violations
 from sluice_operator.resources.pods.rdma import PREFLIGHT
@@ -102,6 +103,8 @@ def _find(over: Object, component: str, *, allow_host_access: bool) -> Iterator[
         return
     yield from _find_unkeyed(spec, "spec")
     for container in spec.get("containers", []):
+        if container.get("name") in ROUTER_CONTAINERS - {ROUTER}:
+            yield f"spec.containers[{container['name']}] is a worker's name; use {ROUTER}, which is for all workers"
         if container.get("name") == component:
             yield from _find_in_container(container, component)
     if not allow_host_access:

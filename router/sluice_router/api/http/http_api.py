@@ -110,6 +110,7 @@ class HttpApi:
         self._server: EdgeServer | None = None
         self._runner: web.ServerRunner | None = None
         self._sites: list[EdgeSite] = []
+        self._shares_port = False
         self._num_active = 0
         self._is_idle = asyncio.Event()
         self._sweeper: asyncio.Task[None] | None = None
@@ -132,16 +133,18 @@ class HttpApi:
             "/v1/chat/completions": self._chat,
         }
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, host: str, port: int, *, shares_port: bool = False) -> int:
         """Listens.
 
         Args:
             host: Address to listen on.
             port: Port; 0 for any.
+            shares_port: Whether other processes listen on it too; the kernel gives each connection to one of them.
 
         Returns:
             The port.
         """
+        self._shares_port = shares_port
         loop = asyncio.get_running_loop()
         settings = self._settings
         connection = ConnectionSettings(
@@ -164,7 +167,7 @@ class HttpApi:
         if self._access.certificates is not None:
             self._tls = make_server_context(self._access.certificates.current)
             self._tls.set_alpn_protocols(["http/1.1"])
-        with _listen(host, port) as listener:
+        with _listen(host, port, shares_port=shares_port) as listener:
             self._sites = [
                 EdgeSite(
                     self._runner,
@@ -185,9 +188,14 @@ class HttpApi:
         if self._tls is not None and self._access.certificates is not None:
             load_chain(self._tls, self._access.certificates.current)
 
-    def announce_close(self) -> None:
-        """Says in every answer that the connection closes behind it, so that clients go elsewhere; still serves."""
+    async def announce_close(self) -> None:
+        """Says in every answer that the connection closes behind it, so that clients go elsewhere; still serves.
+
+        New connections get a refusal, too; where other processes listen on the port, those get the connections instead.
+        """
         self._answers.is_closing = self._info_endpoints.is_closing = True
+        if self._shares_port:
+            await self._stop_listening()
 
     async def close(self, grace_s: float) -> None:
         """Accepts no more, closes idle connections, lets answers under way end, then cuts the rest.
@@ -195,14 +203,12 @@ class HttpApi:
         Args:
             grace_s: How long answers under way may go on.
         """
-        self.announce_close()
-        server, runner, sites = self._server, self._runner, self._sites
+        await self.announce_close()
+        server, runner = self._server, self._runner
         self._server = self._runner = None
-        self._sites = []
         if server is None or runner is None:
             return
-        for site in sites:
-            await site.stop()
+        await self._stop_listening()
         server.close_idle()
         if self._num_active:
             self._is_idle.clear()
@@ -212,6 +218,11 @@ class HttpApi:
         await runner.cleanup()
         if self._sweeper is not None:
             self._sweeper.cancel()
+
+    async def _stop_listening(self) -> None:
+        sites, self._sites = self._sites, []
+        for site in sites:
+            await site.stop()
 
     async def _sweep(self) -> None:
         while True:
@@ -348,9 +359,9 @@ class HttpApi:
         )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, *, shares_port: bool) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=ACCEPT_BACKLOG)
+    listener = socket.create_server(address[:2], family=family, backlog=ACCEPT_BACKLOG, reuse_port=shares_port)
     # Several handles see one new client, and all but one of them find nothing to accept.
     listener.settimeout(0)
     return listener

@@ -32,7 +32,6 @@ class InfoEndpoints:
     Args:
         plane: The data plane.
         text: The model's text side.
-        paths: Paths to serve; None: all.
         hidden: Paths of these not to serve.
     """
 
@@ -41,7 +40,6 @@ class InfoEndpoints:
         plane: DataPlane,
         text: ModelText,
         *,
-        paths: frozenset[str] | None = None,
         hidden: frozenset[str] = frozenset(),
     ) -> None:
         self._plane = plane
@@ -55,12 +53,11 @@ class InfoEndpoints:
             "/livez": self._show_liveness,
             METRICS_PATH: self._show_metrics,
         }
-        self._paths = paths
         self._hidden = hidden
 
     def find(self, path: str) -> Callable[[], web.Response] | None:
         """Finds what answers ``path``, as aiohttp has decoded it, or None."""
-        if path in self._hidden or (self._paths is not None and path not in self._paths):
+        if path in self._hidden:
             return None
         if path.startswith(MODELS_PREFIX):
             return partial(self._show_model, path.removeprefix(MODELS_PREFIX))
