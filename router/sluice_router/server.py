@@ -26,7 +26,7 @@ from grpc_reflection.v1alpha import reflection
 from sluice.v1 import control_pb2_grpc, plan_pb2
 from sluice_core.latency import OnlineLatencyModel
 from sluice_router.api import control_service
-from sluice_router.api.grpc_api import GrpcApi, join_address
+from sluice_router.api.grpc.grpc_api import GrpcApi, join_address
 from sluice_router.api.http.http_api import HttpApi
 from sluice_router.api.http.http_errors import refuse
 from sluice_router.api.http.info_endpoints import METRICS_PATH, InfoEndpoints

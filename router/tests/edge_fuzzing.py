@@ -30,7 +30,7 @@ from edge_fakes import FakePlane, say, write_model
 
 from sluice.v1 import router_pb2
 from sluice_router.api.edge_metrics import EdgeMetrics
-from sluice_router.api.grpc_api import GrpcApi
+from sluice_router.api.grpc.grpc_api import GrpcApi
 from sluice_router.api.http.http_api import HttpApi, HttpSettings
 from sluice_router.api.openai_requests import ChatBody, CompletionBody
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders

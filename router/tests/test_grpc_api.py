@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from sluice.v1 import router_pb2, router_pb2_grpc, sampling_pb2
 from sluice_router.api.edge_metrics import EdgeMetrics
-from sluice_router.api.grpc_api import GrpcApi
+from sluice_router.api.grpc.grpc_api import GrpcApi
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import EngineFaultError, SloInfeasibleError
 from sluice_router.scheduling.requests import ServedModel

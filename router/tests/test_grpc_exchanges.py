@@ -19,7 +19,7 @@ from google.protobuf import text_format
 
 from sluice.v1 import router_pb2, router_pb2_grpc, sampling_pb2
 from sluice_router.api.edge_metrics import EdgeMetrics
-from sluice_router.api.grpc_api import GrpcApi
+from sluice_router.api.grpc.grpc_api import GrpcApi
 from sluice_router.api.http.http_api import format_ignored
 from sluice_router.api.objectives import read_objectives
 from sluice_router.api.openai_requests import FieldError

@@ -11,7 +11,7 @@ from edge_fakes import ANSWER, FakePlane
 
 from sluice.v1 import router_pb2, router_pb2_grpc, sampling_pb2
 from sluice_router.api.edge_metrics import EdgeMetrics
-from sluice_router.api.grpc_api import GrpcApi
+from sluice_router.api.grpc.grpc_api import GrpcApi
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 
 

@@ -9,7 +9,7 @@ import pytest
 from edge_fakes import LENGTH, make_sse_response_stream
 
 from sluice_router.api import openai_responses
-from sluice_router.api.grpc_response_stream import GrpcResponseStream
+from sluice_router.api.grpc.grpc_response_stream import GrpcResponseStream
 from sluice_router.api.http.answer_progress import AnswerProgress
 from sluice_router.api.http.response_streams import ClientStream, SseResponseStream
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, processors
 from sluice.v1 import router_pb2, sampling_pb2
 from sluice.wire_fields import constraint_names, optional_numbers, read_sampling
 from sluice_core.records import RequestId
-from sluice_router.api import grpc_fields
 from sluice_router.api.edge_metrics import EdgeMetrics
+from sluice_router.api.grpc import grpc_fields
 from sluice_router.api.length_limits import check_num_characters
 from sluice_router.api.objectives import RequestObjectives
 from sluice_router.api.openai_requests import (

@@ -16,12 +16,12 @@ from grpc_reflection.v1alpha import reflection
 from sluice.grpc_credentials import make_server_credentials
 from sluice.v1 import resume_pb2, router_pb2, router_pb2_grpc
 from sluice_core.records import RequestId
-from sluice_router.api import grpc_fields
 from sluice_router.api.choices import PreparedRequest
 from sluice_router.api.departed_clients import leave
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.error_statuses import error_status_of
-from sluice_router.api.grpc_response_stream import GrpcResponseStream
+from sluice_router.api.grpc import grpc_fields
+from sluice_router.api.grpc.grpc_response_stream import GrpcResponseStream
 from sluice_router.api.objectives import CAPABILITY_HEADER, RESUMABLE_HEADER, read_objectives
 from sluice_router.api.openai_requests import ChatBody, CompletionBody, FieldError, SluiceOptions, check
 from sluice_router.api.request_building import Caller
