@@ -25,7 +25,7 @@ from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.splitting.execution_predictor import ExecutionPredictor
-from sluice_core.scheduling.splitting.output_lengths import (
+from sluice_core.scheduling.splitting.predicted_output_lengths import (
     UNKNOWN_TOKENS,
     KnownLengths,
     NoisyLengths,

@@ -16,7 +16,7 @@ from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.prefill_budget import fit_prefill_budget
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.scheduling.rolling.macro_instances import MacroInstances
-from sluice_core.scheduling.splitting.output_lengths import (
+from sluice_core.scheduling.splitting.predicted_output_lengths import (
     KnownLengths,
     NoisyLengths,
     RunningQuantile,

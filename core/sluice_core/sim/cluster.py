@@ -10,7 +10,7 @@ from typing import Final
 from sluice_core.records import EngineId, MoveCause
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.splitting.output_lengths import KnownLengths, NoisyLengths, OutputLengths
+from sluice_core.scheduling.splitting.predicted_output_lengths import KnownLengths, NoisyLengths, OutputLengths
 from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.sim_engine import SimEngine

@@ -14,7 +14,7 @@ from sluice_core.scheduling.batching.tbt_target import SloBatching
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.engine_policy import EnginePolicy
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.splitting.output_lengths import OutputLengths
+from sluice_core.scheduling.splitting.predicted_output_lengths import OutputLengths
 from sluice_core.scheduling.splitting.split_placement import SplitPlacement
 from sluice_core.strategies.interface import Need, RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.role_policies import RoleRouter

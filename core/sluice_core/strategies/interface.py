@@ -13,7 +13,7 @@ from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_policy import EnginePolicy
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.placement_records import NUM_RECORDS, PlacementRecord
-from sluice_core.scheduling.splitting.output_lengths import OutputLengths
+from sluice_core.scheduling.splitting.predicted_output_lengths import OutputLengths
 from sluice_core.scheduling.waiting_order import Urgency, compute_urgency
 from sluice_core.strategies.placements import PLACEMENTS
 from sluice_core.strategy_parameters import Parameter, StrategyParameters, format_parameters, read_parameters

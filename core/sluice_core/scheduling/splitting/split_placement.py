@@ -26,7 +26,11 @@ from sluice_core.scheduling.placement_records import NUM_RECORDS
 from sluice_core.scheduling.prefill_feasibility import AssignPass
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.splitting.execution_predictor import ExecutionPredictor
-from sluice_core.scheduling.splitting.output_lengths import OutputLengths, RunningQuantile, predict_output_tokens
+from sluice_core.scheduling.splitting.predicted_output_lengths import (
+    OutputLengths,
+    RunningQuantile,
+    predict_output_tokens,
+)
 from sluice_core.scheduling.splitting.split_search import TOLERANCE_S, ServerClock, Split, search_split
 from sluice_core.strategy_parameters import StrategyParameters
 
