@@ -169,18 +169,14 @@ class Fleet:
         )
 
 
-def simulate_fleet(
-    arrivals: Sequence[Arrival],
-    template: EngineSetup,
-    sliders: Sliders,
-    sliders_for: int,
-    policy: Policy,
-    *,
-    start_s: float,
-    first: int,
-) -> tuple[Simulation, Fleet]:
-    """Runs requests on a fleet that a policy sizes; arguments as ``run_fleet``."""
-    fleet = Fleet(template, sliders, sliders_for, policy, start_s)
+def simulate_fleet(arrivals: Sequence[Arrival], fleet: Fleet, first: int) -> Simulation:
+    """Runs requests on a fleet.
+
+    Args:
+        arrivals: The requests.
+        fleet: Not used yet.
+        first: Engines that serve at the start.
+    """
     cell = Cell(
         engines=fleet.begin(first),
         strategy=get_strategy("taichi"),
@@ -188,7 +184,7 @@ def simulate_fleet(
     )
     simulation = Simulation(cell, arrivals, steering=Steering(interval_s=TICK_S, steer=fleet.steer))
     simulation.run()
-    return simulation, fleet
+    return simulation
 
 
 def list_windows(simulation: Simulation, begin_s: float = 0.0) -> list[tuple[int, int]]:
@@ -207,28 +203,8 @@ def list_windows(simulation: Simulation, begin_s: float = 0.0) -> list[tuple[int
     return [(num, met) for num, met in windows.values()]
 
 
-def run_fleet(
-    arrivals: Sequence[Arrival],
-    template: EngineSetup,
-    sliders: Sliders,
-    sliders_for: int,
-    policy: Policy,
-    *,
-    start_s: float,
-    first: int,
-) -> FleetFigures:
-    """Runs requests on a fleet that a policy sizes.
-
-    Args:
-        arrivals: The requests.
-        template: See ``Fleet``.
-        sliders: See ``Fleet``.
-        sliders_for: See ``Fleet``.
-        policy: See ``Fleet``.
-        start_s: See ``Fleet``.
-        first: Engines that serve at the start.
-    """
-    simulation, fleet = simulate_fleet(arrivals, template, sliders, sliders_for, policy, start_s=start_s, first=first)
+def compute_figures(simulation: Simulation, fleet: Fleet) -> FleetFigures:
+    """Computes what a run came to."""
     windows = list_windows(simulation)
     shares = [met / num for num, met in windows if num >= MIN_WINDOW_REQUESTS]
     return FleetFigures(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.autoscaling.day_trace import DAY, DAY_S, count_arrivals, digest, make_step
-from benchmarks.autoscaling.fleet import WINDOW_S, FleetFigures, run_fleet
+from benchmarks.autoscaling.fleet import WINDOW_S, Fleet, FleetFigures, compute_figures, simulate_fleet
 from benchmarks.autoscaling.policies import HpaPolicy, ScalerPolicy, SchedulePolicy, make_oracle_schedule
 
 from sluice_cli.simulation.trace_cache import load_rows
@@ -78,7 +78,8 @@ class Scenario:
 
     def run(self, policy: Policy, start_s: float, first: int) -> FleetFigures:
         """Runs a policy."""
-        return run_fleet(self.arrivals, self.template, self.sliders, 4, policy, start_s=start_s, first=first)
+        fleet = Fleet(self.template, self.sliders, 4, policy, start_s)
+        return compute_figures(simulate_fleet(self.arrivals, fleet, first), fleet)
 
     @property
     def first(self) -> int:

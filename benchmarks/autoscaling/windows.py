@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.autoscaling.day_trace import DAY, count_arrivals
 from benchmarks.autoscaling.decisions import CAPACITY, list_sizes
-from benchmarks.autoscaling.fleet import TICK_S, WINDOW_S, list_windows, simulate_fleet
+from benchmarks.autoscaling.fleet import TICK_S, WINDOW_S, Fleet, list_windows, simulate_fleet
 from benchmarks.autoscaling.policies import Policy, ScalerPolicy, SchedulePolicy, make_oracle_schedule
 from benchmarks.autoscaling.run import MOST_ENGINES, ORACLE_BIN_S, SLIDERS, load_engine
 
@@ -57,9 +57,8 @@ def run_window(
     high = bisect.bisect_left(arrivals, (window + 1) * WINDOW_S, key=lambda arrival: arrival.at_s)
     part = [replace(arrival, at_s=arrival.at_s - begin_s) for arrival in arrivals[low:high]]
     schedule = [(number * TICK_S, sum(size)) for number, size in enumerate(sizes[tick:])]
-    simulation, _ = simulate_fleet(
-        part, template, SLIDERS, 4, SchedulePolicy(schedule=schedule), start_s=start_s, first=sizes[tick][0]
-    )
+    fleet = Fleet(template, SLIDERS, 4, SchedulePolicy(schedule=schedule), start_s)
+    simulation = simulate_fleet(part, fleet, sizes[tick][0])
     num, met = list_windows(simulation, window * WINDOW_S - begin_s)[0]
     return met / num
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from benchmarks.autoscaling.day_trace import DAY, count_arrivals, digest
-from benchmarks.autoscaling.fleet import FleetFigures, run_fleet
+from benchmarks.autoscaling.fleet import Fleet, FleetFigures, compute_figures, simulate_fleet
 from benchmarks.autoscaling.policies import (
     FleetView,
     HpaPolicy,
@@ -54,7 +54,8 @@ def run(policy: Policy, duration_s: float, gap_s: float, *, first: int, start_s:
         Arrival(at_s=gap_s * number, prompt_tokens=200, output_tokens=20, slo=SLO)
         for number in range(round(duration_s / gap_s))
     ]
-    return run_fleet(arrivals, ENGINE, SLIDERS, 4, policy, start_s=start_s, first=first)
+    fleet = Fleet(ENGINE, SLIDERS, 4, policy, start_s)
+    return compute_figures(simulate_fleet(arrivals, fleet, first), fleet)
 
 
 def test_engines_cost_from_being_asked_for_until_they_are_gone() -> None:
