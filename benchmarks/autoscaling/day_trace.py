@@ -3,6 +3,8 @@
 The rate at each moment is the profile's, times what Azure's hour of requests had in the same ten seconds over its mean,
 from a place on that is drawn, over and over. Arrivals within ten seconds are Poisson's. Lengths are rows
 of the same trace. ``DAY`` is the day that the measurements name; a test holds the digest of its first hour.
+A day that repeats one hour flatters whoever goes by the last hour. In ``DRAWN_DAY`` parts of the hour come in a drawn
+order.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING
 from sluice_core.sim.sim_setup import Arrival
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from sluice_core.records import Slo
     from sluice_core.sim.traces import TraceRow
@@ -38,10 +40,12 @@ class DayTrace:
     Args:
         seed: Of repetitions, arrivals and lengths.
         peak_rps: Rate of the profile at its peak, bursts aside.
+        part_s: Length of the parts of Azure's hour that come in a drawn order; None: the hour comes as it is.
     """
 
     seed: int
     peak_rps: float
+    part_s: float | None = None
 
     def make_arrivals(self, rows: Sequence[TraceRow], slo: Slo, hours: float = 24.0) -> list[Arrival]:
         """Makes the requests.
@@ -53,10 +57,8 @@ class DayTrace:
         """
         rng = random.Random(f"day {self.seed}")
         bursts = _count_bursts([row.arrival_s for row in rows if row.arrival_s is not None])
-        # Where the hour ends it begins again: no jump that is not its own.
-        arrivals, position = [], rng.randrange(len(bursts))
-        for number in range(round(hours * 3600.0 / BIN_S)):
-            share = bursts[(position + number) % len(bursts)]
+        arrivals = []
+        for number, share in enumerate(self._order(bursts, rng, round(hours * 3600.0 / BIN_S))):
             start_s = number * BIN_S
             rate_rps = self.peak_rps * find_share(start_s + BIN_S / 2) * share
             at_s = start_s + rng.expovariate(rate_rps) if rate_rps else DAY_S
@@ -68,8 +70,17 @@ class DayTrace:
                 at_s += rng.expovariate(rate_rps)
         return arrivals
 
+    def _order(self, bursts: Sequence[float], rng: random.Random, num_bins: int) -> Iterator[float]:
+        """Orders bursts for so many bins. Where the hour ends it begins again: no jump that is not its own."""
+        num_together = num_bins if self.part_s is None else round(self.part_s / BIN_S)
+        for number in range(num_bins):
+            if number % num_together == 0:
+                position = rng.randrange(len(bursts))
+            yield bursts[(position + number) % len(bursts)]
+
 
 DAY = DayTrace(seed=20231116, peak_rps=22.0)
+DRAWN_DAY = DayTrace(seed=20231116, peak_rps=22.0, part_s=600.0)
 
 
 def find_share(at_s: float) -> float:

@@ -1,6 +1,6 @@
 """Engine hours that the scaler's decisions cost over the simulated day: in seconds, since no request is simulated.
 
-    .venv/bin/python -m benchmarks.autoscaling.decisions [--hours 24] [--start-s 30 120 600]
+    .venv/bin/python -m benchmarks.autoscaling.decisions [--drawn] [--hours 24] [--start-s 30 120 600]
 
 Engines come ``--start-s`` after they are asked for and leave at once, and nothing ever waits. Beside it stands the
 schedule of somebody who knows the rate of each minute. A window of five minutes is short of engines where less could be
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from benchmarks.autoscaling.day_trace import DAY, count_arrivals
+from benchmarks.autoscaling.day_trace import DAY, DRAWN_DAY, count_arrivals
 from benchmarks.autoscaling.fleet import TICK_S, WINDOW_S
 from benchmarks.autoscaling.policies import FleetView, ScalerPolicy, make_oracle_schedule
 from benchmarks.autoscaling.run import MOST_ENGINES, ORACLE_BIN_S, TRACES
@@ -119,9 +119,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--start-s", type=float, nargs="+", default=[30.0, 120.0, 600.0])
     parser.add_argument("--hours", type=float, default=24.0)
+    parser.add_argument("--drawn", action="store_true", help="parts of the hour of bursts come in a drawn order")
     arguments = parser.parse_args()
     rows = load_rows(TRACES / "azure2023_conv.csv.gz")
-    arrivals = DAY.make_arrivals(rows, Slo(ttft_s=2.0, tpot_s=0.1), arguments.hours)
+    day = DRAWN_DAY if arguments.drawn else DAY
+    arrivals = day.make_arrivals(rows, Slo(ttft_s=2.0, tpot_s=0.1), arguments.hours)
     counts = count_arrivals(arrivals, TICK_S)
     rates = [count / ORACLE_BIN_S for count in count_arrivals(arrivals, ORACLE_BIN_S)]
     for start_s in arguments.start_s:
@@ -130,7 +132,7 @@ def main() -> None:
         schedule = make_oracle_schedule(rates, ORACLE_BIN_S, CAPACITY, start_s, most=MOST_ENGINES, factor=1.0)
         oracle_hours = count_schedule_hours(schedule, 3600.0 * arguments.hours)
         sys.stdout.write(
-            f"{start_s:5.0f} s  {found.engine_hours:6.1f} engine hours, {found.engine_hours / oracle_hours:.2f} of "
+            f"{start_s:5.0f} s  {found.engine_hours:6.1f} engine hours, {found.engine_hours / oracle_hours:.3f} of "
             f"{oracle_hours:.1f}; {found.short_windows} of {found.num_windows} windows short of engines, "
             f"the worst has {found.least_margin:.0%} of what it needs\n"
         )

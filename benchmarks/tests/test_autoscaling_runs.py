@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.autoscaling.day_trace import DAY, count_arrivals, digest
+from benchmarks.autoscaling.day_trace import DAY, DayTrace, count_arrivals, digest
 from benchmarks.autoscaling.fleet import Fleet, FleetFigures, compute_figures, simulate_fleet
 from benchmarks.autoscaling.policies import (
     FleetView,
@@ -20,6 +20,7 @@ from sluice_core.latency import IterationProfile
 from sluice_core.planning.capacity_curve import CapacityCurve
 from sluice_core.records import EngineId, Role, Slo
 from sluice_core.sim.sim_setup import Arrival, EngineSetup
+from sluice_core.sim.traces import TraceRow
 from sluice_operator.api.sliders import Sliders
 
 SLO = Slo(ttft_s=2.0, tpot_s=0.1)
@@ -47,6 +48,21 @@ def test_the_day_is_the_same_each_time() -> None:
     arrivals = DAY.make_arrivals(load_rows(TRACES / "azure2023_conv.csv.gz"), SLO, 1.0)
     assert (len(arrivals), digest(arrivals)) == (23936, "d538a29696324db9")
     assert sum(count_arrivals(arrivals, 60.0)) == len(arrivals)
+
+
+def test_parts_of_an_hour_come_in_a_drawn_order() -> None:
+    """Requests of an hour that come in every other ten seconds do so within each part, and not where parts meet."""
+    rows = [
+        TraceRow(arrival_s=20.0 * number + part, prompt_tokens=10, output_tokens=10)
+        for number in range(180)
+        for part in (0.0, 5.0)
+    ]
+    for part_s, least, most in ((None, 0, 0), (600.0, 10, 25)):
+        day = DayTrace(seed=3, peak_rps=5.0, part_s=part_s)
+        counts = count_arrivals(day.make_arrivals(rows, SLO, 6.0), 10.0)
+        breaks = [number for number in range(1, 2160) if bool(counts[number]) == bool(counts[number - 1])]
+        assert least <= len(breaks) <= most
+        assert all(number % 60 == 0 for number in breaks)
 
 
 def run(policy: Policy, duration_s: float, gap_s: float, *, first: int, start_s: float) -> FleetFigures:
