@@ -1,12 +1,12 @@
 """Replica autoscaling over a day: the operator's decision beside an HPA, an oracle, and a static fleet.
 
     PYTHONPATH=build/compiled:. .venv/bin/python -m benchmarks.autoscaling.run [--workload day|step|mooncake]
-        [--start-s 30 120 600] [--policy scaler oracle static hpa] [--hours 24] [--json FILE]
+        [--start-s 30 120 600] [--policy scaler oracle static hpa] [--factors 0.95 1.0] [--hours 24] [--json FILE]
 
 Engines are Qwen2.5-32B on an A100, TaiChi, TTFT 2 s, TPOT 100 ms, wanted of 90 %; goodputs by size are searched first.
-``oracle`` knows each minute's rate, has the same start time, and takes the least factor on rates at which its own run
-keeps 90 % in all and 80 % in each five minutes. ``static`` is the fewest engines that hold 90 % in every window of the
-busiest two hours. Hours of an engine count from being asked for until it is gone.
+``oracle`` knows each minute's rate, has the same start time, and takes the least of ``--factors`` on rates at which its
+own run keeps 90 % in all and 80 % in each five minutes. ``static`` is the fewest engines that hold 90 % in every window
+of the busiest two hours. Hours of an engine count from being asked for until it is gone.
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ def _search(template: EngineSetup, sliders: Sliders, rows: Sequence[TraceRow], s
     return search_goodput(cell, workload, duration_s=SEARCH_S, start_rps=0.5 * size).rate_rps
 
 
-def run_oracle(scenario: Scenario, start_s: float) -> tuple[FleetFigures, float]:
-    """Runs the oracle with ever larger factors until its run keeps the promise; returns figures and factor."""
+def run_oracle(scenario: Scenario, start_s: float, factors: Sequence[float]) -> tuple[FleetFigures, float]:
+    """Runs the oracle with one factor after the other until its run keeps the promise; returns figures and factor."""
     rates = [count / ORACLE_BIN_S for count in count_arrivals(scenario.arrivals, ORACLE_BIN_S)]
-    for factor in ORACLE_FACTORS:
+    for factor in factors:
         schedule = make_oracle_schedule(
             rates, ORACLE_BIN_S, scenario.capacity, start_s, most=MOST_ENGINES, factor=factor
         )
@@ -181,13 +181,15 @@ def list_hpas() -> list[tuple[str, HpaPolicy]]:
     return queues + uses
 
 
-def measure(scenario: Scenario, policy: str, start_s: float) -> list[tuple[str, FleetFigures]]:
+def measure(
+    scenario: Scenario, policy: str, start_s: float, factors: Sequence[float]
+) -> list[tuple[str, FleetFigures]]:
     """Measures a policy, or a grid of them."""
     if policy == "scaler":
         chosen = ScalerPolicy(capacity=scenario.capacity, start_s=start_s, max_replicas=MOST_ENGINES)
         return [("scaler", scenario.run(chosen, start_s, scenario.first))]
     if policy == "oracle":
-        figures, factor = run_oracle(scenario, start_s)
+        figures, factor = run_oracle(scenario, start_s, factors)
         return [(f"oracle x{factor:g}", figures)]
     if policy == "static":
         figures, number = find_static(scenario)
@@ -201,6 +203,7 @@ def main() -> None:
     parser.add_argument("--workload", choices=("day", "step", "mooncake"), default="day")
     parser.add_argument("--start-s", type=float, nargs="+", default=[30.0, 120.0, 600.0])
     parser.add_argument("--policy", nargs="+", default=["oracle", "scaler", "hpa", "static"])
+    parser.add_argument("--factors", type=float, nargs="+", default=ORACLE_FACTORS)
     parser.add_argument("--hours", type=float, default=24.0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -211,7 +214,7 @@ def main() -> None:
     found = []
     for start_s in arguments.start_s:
         for policy in arguments.policy:
-            for name, figures in measure(scenario, policy, start_s):
+            for name, figures in measure(scenario, policy, start_s, arguments.factors):
                 found.append({"start_s": start_s, "policy": name, **asdict(figures)})
                 sys.stdout.write(
                     f"{start_s:5.0f} s  {name:15} attainment {figures.attainment:6.1%}  worst window "
