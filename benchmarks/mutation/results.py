@@ -88,7 +88,7 @@ class Part:
         modules: Patterns of their files, from the root; one that begins with ``!`` leaves files out.
         tests: Files or folders of tests, from the root.
         least_share: Of the mutants that are not listed, how many must be noticed, 0 to 1.
-        deselect: Tests that are left out, as pytest's option of this name: they start processes, or take long.
+        deselect: Beginnings of tests' names that are left out, as pytest has it: they start processes, or take long.
     """
 
     name: str

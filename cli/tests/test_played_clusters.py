@@ -279,5 +279,27 @@ def test_what_routers_say_during_the_stop_makes_no_cluster_ready(
     assert phases == ["ready", "stopping"]
 
 
+def test_an_engine_that_fails_during_the_stop_makes_no_new_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generations: list[list[int]] = []
+
+    async def fail_while_streams_end(play: Play) -> None:
+        await start(play)
+        play.deaf = {"router-0"}
+        link = play.links["router-0"]
+        play.stop.set()
+        await play.pass_time(0.1)
+        for name in ("engine-0", "engine-1"):
+            generations.append([plan.generation for _, plan in link.plans])
+            play.children[name].end(-signal.SIGKILL)
+            await play.pass_time(0.5)
+        generations.append([plan.generation for _, plan in link.plans])
+
+    Play(tmp_path, MANIFEST, CLUSTER_PORTS, monkeypatch, None).tell(fail_while_streams_end)
+    assert generations[0]
+    assert generations == [generations[0]] * 3
+
+
 def test_every_story_is_played() -> None:
     assert {file.stem for file in STORIES.iterdir()} == set(PLAYS)

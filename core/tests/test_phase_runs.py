@@ -104,6 +104,7 @@ def test_a_request_that_the_kv_cache_cannot_hold_is_missed(missed: int) -> None:
     # Whole blocks of 16 tokens hold 992.
     assert run_decodes(make_workload(slo), make_instance(kv_capacity_tokens=1000), arrivals, missed) is (missed == 1)
     assert run_decodes(make_workload(slo), make_instance(kv_capacity_tokens=50), arrivals, 2 + missed) is (missed == 1)
+    assert run_decodes(make_workload(slo), make_instance(kv_capacity_tokens=50), arrivals[:missed], 1)
 
 
 def test_a_late_prefill_counts_once_even_if_its_decodes_are_slow_too() -> None:

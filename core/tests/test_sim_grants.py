@@ -1,13 +1,14 @@
 """Finished prefills that wait for a grant, by themselves: who is among them, and what becomes of whom."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from test_simulation import STRATEGIES, make_arrivals, make_engines
 
-from sluice_core.records import Role
+from sluice_core.records import MoveCause, Role
 from sluice_core.sim.moves.grant_queue import GrantQueue
-from sluice_core.sim.moves.hand_offs import SimHandOffs
+from sluice_core.sim.moves.hand_offs import HandOffStep, SimHandOffs, SimMove
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.sim_setup import Cell, NoGrant, SimOptions
 from sluice_core.sim.simulation import Simulation
@@ -121,3 +122,40 @@ def test_without_room_anywhere_all_wait_on_in_their_order():
     parked.queue.place()
     assert [request.state for request in parked.requests] == [RequestState.PARKED] * 3
     assert len(parked.queue) == 3
+
+
+# Whether the target copies, tokens with KV, those that it has, tokens per block: does the request join at once?
+ARRIVALS = {
+    "all of it is there": (True, 96, 96, 16, True),
+    "a tail is missing": (True, 106, 96, 16, True),
+    "more than a tail is missing": (True, 196, 96, 16, False),
+    "little of it is there": (True, 200, 32, 16, False),
+    "nothing is there": (True, 100, 0, 16, False),
+    "a token is missing, which is a block": (True, 1, 0, 1, False),
+    "less than a block is missing": (True, 10, 0, 16, True),
+    "less than a block is missing where nothing is copied": (False, 10, 0, 16, False),
+}
+
+
+@pytest.mark.parametrize("name", ARRIVALS)
+def test_a_moved_request_joins_at_once_where_no_more_than_a_tail_of_its_kv_is_missing(name):
+    copies_kv, num_kv, num_copied, block_size, joins = ARRIVALS[name]
+    strategy, shape = STRATEGIES["disaggregated"]
+    options = SimOptions(schedules_ahead=True, copies_kv=copies_kv, message_s=0.0)
+    engines = make_engines(shape, block_size_tokens=block_size)
+    arrival = replace(make_arrivals(random.Random(1), number=1)[0], prompt_tokens=num_kv, output_tokens=9)
+    simulation = Simulation(Cell(engines=engines, strategy=strategy, options=options), [arrival])
+    source, *_, target = simulation.list_engines()
+    (request,) = simulation.requests
+    request.generated_tokens, request.first_token_s, request.num_blocks = 1, 0.5, 3
+    request.state, request.source, request.target = RequestState.MOVING, source.engine_id, target.engine_id
+    source.used_blocks = source.pinned_blocks = 3
+    target.reserve(3)
+    move = SimMove(number=1, request=request, source=source, target=target, cause=MoveCause.PREFILL_DONE, num_blocks=3)
+    move.num_kv_tokens, move.num_copied_tokens, move.step = num_kv, num_copied, HandOffStep.SUBMIT
+    assert request.num_kv_tokens == num_kv
+    SimHandOffs(simulation).receive(move)
+    assert request.state is (RequestState.DECODING if joins else RequestState.MOVING)
+    assert source.used_blocks == (0 if joins else 3)
+    assert request.num_moves == 1
+    assert (move.step is HandOffStep.NOTICE) is not joins

@@ -156,11 +156,12 @@ async def test_answers_say_close_while_the_router_drains(start, plane, text):
 
 
 async def test_total_limit_sheds_the_largest_first(start, plane, text):
-    limits = SlowReaderLimits(max_stream_bytes=10**9, max_total_bytes=600_000)
+    limits = SlowReaderLimits(max_stream_bytes=10**9, max_paused_s=600, max_total_bytes=600_000)
     api, port = await start(write_buffer_bytes=1024, slow_readers=limits)
     ids = text.encode_now("hello world ", add_special_tokens=False) * 50
     async with _stall(plane, port, count=3):
         while len(api.slow_readers) < 3:
+            assert len(plane.live) == 3
             for number in (1, 2, 3):
                 plane.emit(f"req-{number}", ids)
             await asyncio.sleep(0)

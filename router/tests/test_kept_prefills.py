@@ -86,12 +86,98 @@ def test_with_room_a_finished_prefill_goes_on_at_once():
     ]
 
 
+def list_asked(harness: Harness, started) -> list[bool]:
+    """Which of them have asked for room and wait for the answer."""
+    return [harness.state.requests.live[request_id].migration is not None for request_id, _ in started]
+
+
+def test_one_tick_asks_for_everybody_for_whom_there_is_room():
+    harness = make_harness(PD)
+    started = start(harness, 3)
+    make_room(harness)
+    harness.clock.advance(0.03)
+    harness.router.tick()
+    assert list_asked(harness, started) == [True, True, True]
+    check_end(harness, started)
+
+
+def test_whoever_has_asked_keeps_nobody_from_asking():
+    harness = make_harness(PD)
+    started = start(harness, 1)
+    make_room(harness)
+    harness.clock.advance(0.03)
+    harness.router.tick()
+    started.append(harness.admit(20, 10, first=5))
+    harness.deliver_down("p0")
+    harness.step("p0")
+    while harness.up["p0"]:
+        harness.deliver_up("p0")
+    assert list_asked(harness, started) == [True, True]
+    check_end(harness, started)
+
+
+def test_a_short_request_does_not_overtake_a_long_one_that_finds_no_room():
+    harness = make_harness(PD)
+    harness.cores["d0"].kv_blocks_total = 10
+    harness.step_all()
+    started = [harness.admit(200, 10), harness.admit(20, 10)]
+    for _ in range(5):
+        harness.step_all()
+    assert list_asked(harness, started) == [False, False]
+    assert not harness.cores["d0"].submitted
+    assert len(harness.state.requests.kept) == 2
+    harness.cores["d0"].kv_blocks_total = 100
+    check_end(harness, started)
+    assert [len(submit.prompt_token_ids) for submit in harness.cores["d0"].submitted] == [200, 20]
+
+
+def test_a_request_that_was_refused_room_asks_again_when_its_pause_is_over_and_not_before():
+    harness = make_harness(PD)
+    started = start(harness, 1)
+    kept = harness.state.requests.live[started[0][0]].kept_kv
+    make_room(harness)
+    for now_s, is_asked in ((kept.not_before_s - 0.001, False), (kept.not_before_s, True)):
+        harness.clock.now_s = now_s
+        harness.router.tick()
+        assert list_asked(harness, started) == [is_asked]
+    check_end(harness, started)
+
+
+def test_what_is_kept_waits_while_no_plan_is_known():
+    """A router that has just begun can adopt a prefill that ends before its first plan comes."""
+    harness = make_harness(PD)
+    started = start(harness, 1)
+    policy, harness.state.active.policy = harness.state.active.policy, None
+    make_room(harness)
+    harness.clock.advance(0.03)
+    harness.router.tick()
+    assert list_asked(harness, started) == [False]
+    harness.state.active.policy = policy
+    check_end(harness, started)
+    assert len(harness.cores["d0"].submitted) == 1
+
+
 def test_a_wait_that_takes_too_long_ends_with_a_recompute_in_place():
     harness = make_harness(PD, wait_ms=100)
     started = start(harness, 1)
     check_end(harness, started)
     assert [submit.is_recovery for submit in harness.cores["p0"].submitted] == [False, True]
     assert harness.count("recoveries", "grant_wait") == 1
+
+
+def test_a_wait_lasts_until_the_moment_of_its_end():
+    harness = make_harness(PD)
+    started = start(harness, 1)
+    until_s = harness.state.requests.live[started[0][0]].kept_kv.until_s
+    for now_s, num_kept in ((until_s - 0.001, 1), (until_s, 0)):
+        harness.clock.now_s = now_s
+        for name in PD:
+            harness.step(name)
+            harness.deliver_up(name)
+        harness.router.tick()
+        assert len(harness.state.requests.kept) == num_kept
+    assert harness.count("recoveries", "grant_wait") == 1
+    check_end(harness, started)
 
 
 def test_without_a_decode_engine_left_nobody_waits():

@@ -255,6 +255,28 @@ def test_death_in_any_phase_of_a_move_loses_no_token(phase, victim):
     check_end(harness, response_stream)
 
 
+def test_kv_that_a_broken_stream_took_along_holds_back_no_message_to_the_next_stream():
+    """Of two hand-offs that complete at once, one began before the source's stream broke and the other after it."""
+    harness = Harness(PD)
+    started = [start_on(harness, "p0")]
+    advance_to(harness, started[0][0], MigrationPhase.SUBMITTED)
+    harness.cut("p0")
+    harness.reconnect("p0")
+    harness.deliver()
+    started.append(start_on(harness, "p0"))
+    advance_to(harness, started[1][0], MigrationPhase.SUBMITTED)
+    while harness.down["d0"]:
+        harness.deliver_down("d0")
+    core = harness.cores["d0"]
+    core.running = dict(reversed(core.running.items()))  # the engine tells of the later one first
+    harness.step("d0")
+    harness.deliver()
+    assert harness.count("moves", "prefill_done", "done") == 2
+    assert not harness.cores["p0"].pinned
+    for _, stream in started:
+        check_end(harness, stream)
+
+
 def hand_off_and_wait(harness: Harness, alive: tuple[str, ...], seconds: float, *, hung: str = ""):
     """Hands a request off; then time passes in which the target gets no KV, and only ``alive`` report.
 

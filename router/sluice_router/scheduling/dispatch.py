@@ -114,7 +114,7 @@ def enqueue(queues: RequestQueues, request: LiveRequest, now: float) -> None:
 def abort(outbox: RouterOutbox, submission: Submission) -> None:
     """Tells an engine to end what it runs in a slot; the slot is free once the engine has answered."""
     submission.request = None
-    if not submission.is_aborted and not submission.engine.is_lost:
+    if not submission.is_aborted:
         submission.is_aborted = True
         outbox.message_to(submission.engine).aborts.add(slot=submission.slot)
 
@@ -137,7 +137,7 @@ def record_loss(
 
 def release(outbox: RouterOutbox, submission: Submission) -> None:
     """Lets the source of a hand-off free the KV; the slot is free with it."""
-    if submission.is_pinned and not submission.engine.is_lost:
+    if submission.is_pinned:
         submission.is_pinned = False
         outbox.message_to(submission.engine).released_slots.append(submission.slot)
         outbox.free_slot(submission)

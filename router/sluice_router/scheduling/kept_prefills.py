@@ -36,7 +36,7 @@ def place(state: RouterState, now: float) -> None:
         kept = request.kept_kv
         if kept is None or request.migration is not None:
             continue
-        if now < kept.not_before_s or migration.ask_for_kept(state, request, kept, now) in {"no_target", "target_busy"}:
+        if now < kept.not_before_s or migration.ask_for_kept(state, request, kept, now) == "no_target":
             return
 
 

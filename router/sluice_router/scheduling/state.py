@@ -191,17 +191,17 @@ class RouterOutbox:
 
     Args:
         actions: What gathers until the event is over.
-        pending: Engines with a message under way, or with slots that became free.
+        pending: Streams of engines with a message under way, or with slots that became free; lost ones too.
     """
 
     actions: Actions = field(default_factory=Actions)
-    pending: dict[EngineId, ConnectedEngine] = field(default_factory=dict)
+    pending: dict[ConnectedEngine, None] = field(default_factory=dict)
 
     def message_to(self, engine: ConnectedEngine) -> engine_pb2.AttachRequest:
-        """The message under way to an engine; whatever is put into it is sent at the end of the event."""
+        """The message under way to an engine: sent at the end of the event, or dropped if the stream is lost then."""
         if engine.outgoing is None:
             engine.outgoing = engine_pb2.AttachRequest()
-            self.pending[engine.engine_id] = engine
+            self.pending[engine] = None
         return engine.outgoing
 
     def free_slot(self, submission: Submission) -> None:
@@ -213,12 +213,12 @@ class RouterOutbox:
         engine = submission.engine
         engine.slots[submission.slot] = None
         engine.cooling_slots.append(submission.slot)
-        self.pending[engine.engine_id] = engine
+        self.pending[engine] = None
 
     def take(self) -> Actions:
         """Hands over what is left to do; freed slots can be reused from here on."""
         actions, self.actions = self.actions, Actions()
-        for engine in self.pending.values():
+        for engine in self.pending:
             if engine.outgoing is not None and not engine.is_lost:
                 actions.messages.append((engine, engine.outgoing))
             engine.outgoing = None

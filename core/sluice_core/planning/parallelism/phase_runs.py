@@ -109,8 +109,8 @@ def run_decodes(
         if each.prompt_tokens + each.output_tokens <= num_blocks * workload.block_size_tokens
     ]
     most_missed -= len(arrivals) - len(fitting)
-    if most_missed < 0 or not fitting:
-        return most_missed >= 0
+    if most_missed < 0:
+        return False
     return Simulation(_make_decode_cell(workload, instance, num_blocks), fitting).run(most_missed=most_missed)
 
 

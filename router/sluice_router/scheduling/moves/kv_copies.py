@@ -97,7 +97,7 @@ def pull(outbox: RouterOutbox, move: Migration, offer: engine_pb2.KvOffer) -> No
 def take_answer(outbox: RouterOutbox, engine: ConnectedEngine, grant_id: int) -> None:
     """A target reads a part no more: the source gets its blocks back."""
     source, offer_id = engine.pulled_offers.pop(grant_id, (None, 0))
-    if source is not None and not source.is_lost:
+    if source is not None:
         outbox.message_to(source).released_offer_ids.append(offer_id)
 
 

@@ -135,7 +135,7 @@ def _gather_logprobs(
 
 
 def _drop(state: RouterState, engine: ConnectedEngine, answer: engine_pb2.ClaimAnswer) -> None:
-    if not answer.HasField("ended") and not engine.is_lost:
+    if not answer.HasField("ended"):
         state.outbox.message_to(engine).aborts.add(held_request_id=answer.submit.request_id)
 
 
