@@ -10,10 +10,11 @@ import pytest
 from benchmarks.mutation.mutants import MutatedModule
 from benchmarks.mutation.mutate import main
 from benchmarks.mutation.part_run import draw_sample
-from benchmarks.mutation.results import read_left_out, read_parts
+from benchmarks.mutation.results import read_equivalent, read_left_out, read_parts
 
 ROOT = Path(__file__).parents[2]
 REAL_PARTS = ROOT / "benchmarks/mutation/parts.toml"
+EQUIVALENT = ROOT / "benchmarks/mutation/equivalent.toml"
 PYPROJECT = """
 [tool.pytest.ini_options]
 pythonpath = ["."]
@@ -216,6 +217,18 @@ def test_every_module_that_decides_belongs_to_one_part_or_is_left_out_with_a_rea
     found = {str(path.relative_to(ROOT)): places[path] for path in deciding}
     assert {path: count for path, count in found.items() if count != (path not in left_out)} == {}
     assert all((ROOT / path).exists() and reason for path, reason in left_out.items())
+
+
+def test_mutants_that_are_listed_are_there() -> None:
+    """Otherwise a rename loses the reason why nothing notices a mutant, and the mutant counts as a hole again."""
+    gone = []
+    for part in read_parts(REAL_PARTS).values():
+        listed = read_equivalent(EQUIVALENT, part.name)
+        modules = {function.partition(".")[0] for function, _, _ in listed}
+        paths = [str(path.relative_to(ROOT)) for path in part.list_modules(ROOT) if path.stem in modules]
+        found = {mutant.key for path in paths for mutant in MutatedModule(ROOT, path).mutants}
+        gone += [key for key in listed if key not in found]
+    assert gone == []
 
 
 def test_the_tests_of_every_part_are_there() -> None:
