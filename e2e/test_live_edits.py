@@ -26,8 +26,8 @@ from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autotune.engine_facts import MeasuredEngineFacts, find_engine_facts
 from sluice_operator.autotune.search_constraints import make_constraints
-from sluice_operator.autotune.search_messages import SearchRequest
-from sluice_operator.autotune.search_process import SearchRunner
+from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
+from sluice_operator.autotune.search_process import COMMAND, SearchRunner
 from sluice_operator.autotune.workload import read_workload
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ IN_FORCE_S = 15.0
 SWITCH_S = 60.0
 # Until both routers have measured all four engines: light load leaves some of them without work.
 MEASURED_S = 120.0
+# A search has less time in the product. Here it shares the cores with all else that runs.
+SEARCHED_S = 300.0
 ANOTHER_PORT = 26900
 # Of the example manifest.
 MAX_BATCH_TOKENS = 2048
@@ -219,7 +221,6 @@ async def read_errors(cluster: Cluster, router: str) -> list[float]:
     return [float(error) for error in errors]
 
 
-@pytest.mark.needs_all_cores
 async def test_routers_learn_the_latency_model_that_a_search_uses(
     cluster: Cluster, known: list[tuple[Request, Answer]]
 ) -> None:
@@ -240,9 +241,10 @@ async def test_routers_learn_the_latency_model_that_a_search_uses(
     assert workload is not None
     sliders = resolve_sliders(spec)
     constraints = make_constraints(spec)
-    found = await SearchRunner().run(
-        SearchRequest(constraints=constraints, spec_sliders=sliders, in_force=sliders, workload=workload, engine=engine)
+    request = SearchRequest(
+        constraints=constraints, spec_sliders=sliders, in_force=sliders, workload=workload, engine=engine
     )
+    found = await SearchRunner().call(COMMAND, request.to_json(), SEARCHED_S, SearchResult.from_json)
     print(f"{engine}; {found}")
     # An iteration of the tiny model takes milliseconds, or more on a busy machine.
     assert 1e-4 < engine.profile.estimate_shape_s(ONE_DECODE) < 1.0
