@@ -42,7 +42,8 @@ ENGINE_TESTS = ("--numprocesses=2", "--dist=loadfile", "engine_image/tests")
 # and for its cluster, which takes minutes where both halves do so at once.
 PATIENT = ("--timeout=900",)
 SHARED_CLUSTER_TESTS = ("e2e", "--clusters=shared", "-m", "not needs_all_cores", *PATIENT)
-OWN_CLUSTER_TESTS = ("e2e", "docs/tests", "--clusters=own", "-m", "not needs_all_cores", *PATIENT)
+OWN_CLUSTER_TESTS = ("e2e", "--clusters=own", "-m", "not needs_all_cores", *PATIENT)
+DOCS_TESTS = ("docs/tests", *PATIENT)
 LONE_CLUSTER_TESTS = ("e2e", "-m", "needs_all_cores", *PATIENT)
 # Limits of steps, several times what they take on two quiet cores.
 CHECK_LIMIT_S = 900.0
@@ -144,14 +145,17 @@ def run_tests(
 
 
 def run_cluster_tests() -> Counts:
-    """Runs the tests on the shared cluster beside those that start their own, then those that need every core."""
+    """Runs tests on the shared cluster and of the docs beside those with clusters of their own; the lone ones alone."""
 
-    def run(arguments: tuple[str, ...], output: IO[bytes] | None = None) -> Counts:
-        return run_tests([*arguments], limit_s=ENGINE_TESTS_LIMIT_S, on_wheel=True, output=output)
+    def run(*parts: tuple[str, ...], output: IO[bytes] | None = None) -> Counts:
+        counts = Counts()
+        for arguments in parts:
+            counts.add(run_tests([*arguments], limit_s=ENGINE_TESTS_LIMIT_S, on_wheel=True, output=output))
+        return counts
 
     counts = run_side_by_side(
-        lambda: run(SHARED_CLUSTER_TESTS),
-        lambda output: run(OWN_CLUSTER_TESTS, output),
+        lambda: run(SHARED_CLUSTER_TESTS, DOCS_TESTS),
+        lambda output: run(OWN_CLUSTER_TESTS, output=output),
     )
     counts.add(run(LONE_CLUSTER_TESTS))
     return counts
