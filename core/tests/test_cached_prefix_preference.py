@@ -1,5 +1,7 @@
 """Placement beside prefix caches: what cached tokens are worth."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,6 +62,16 @@ def test_choices_beside_caches_are_those_of_a_plain_search(engines, tokens, shar
         better = [entry for entry in known if plain is None or score(entry) < score(plain)]
         # Of equal ones the one with the shorter queue.
         assert find_cached(assign_pass, request, deadline_s, plain) == min(better, key=score, default=None)
+
+
+def test_a_feasible_engine_has_room_for_all_of_the_prompt_and_is_done_before_the_deadline():
+    table = make_table({}, observations=2)
+    assign_pass, view = AssignPass(0.0, table, EarlyRejection.OFF), get_view(table.order[0])
+    fitting, larger = (make_request(tokens=view.available_tokens + more, cached_tokens=NO_HITS) for more in (0, 1))
+    done_s = assign_pass.estimate_done_s(fitting, view)
+    assert assign_pass.is_feasible(fitting, view, math.nextafter(done_s, math.inf))
+    assert not assign_pass.is_feasible(fitting, view, done_s)
+    assert not assign_pass.is_feasible(larger, view, math.inf)
 
 
 def test_expected_prefix_hits_shorten_the_prefill_not_the_kv():
