@@ -342,6 +342,16 @@ def test_a_draining_engine_proposes_everything(role):
 
 
 @pytest.mark.parametrize("role", [P, D])
+def test_a_draining_engine_whose_proposals_all_stand_makes_no_more(role):
+    decodes, policy = make_decodes(role), make_policy()
+    decodes.is_draining = True
+    for number in range(MAX_STANDING_PROPOSALS + 4):
+        join(decodes, f"r{number}")
+    assert len(policy.propose(0.0, decodes)) == MAX_STANDING_PROPOSALS
+    assert policy.propose(0.03, decodes) == []
+
+
+@pytest.mark.parametrize("role", [P, D])
 def test_without_roles_only_a_draining_engine_proposes(role):
     policy = make_policy(min_tokens_between_moves=0)
     policy.has_roles = False
