@@ -15,6 +15,7 @@ from sluice_core.scheduling.decode_flow import (
     MAX_PROPOSAL_BACKOFF_S,
     MAX_STANDING_PROPOSALS,
     PROPOSAL_BACKOFF_S,
+    propose_all,
 )
 from sluice_core.strategy_parameters import StrategyParameters
 
@@ -341,14 +342,14 @@ def test_a_draining_engine_proposes_everything(role):
     assert len(proposed) == 20
 
 
-@pytest.mark.parametrize("role", [P, D])
-def test_a_draining_engine_whose_proposals_all_stand_makes_no_more(role):
-    decodes, policy = make_decodes(role), make_policy()
-    decodes.is_draining = True
+def test_a_draining_engine_whose_proposals_all_stand_makes_no_more():
+    """As policies without Algorithm 1 call it, which do not look at the bound before."""
+    decodes = make_decodes(D)
+    decodes.refresh_ranking(0.0, min_tokens=0, alpha=0.96)
     for number in range(MAX_STANDING_PROPOSALS + 4):
         join(decodes, f"r{number}")
-    assert len(policy.propose(0.0, decodes)) == MAX_STANDING_PROPOSALS
-    assert policy.propose(0.03, decodes) == []
+    assert len(propose_all(0.0, decodes)) == MAX_STANDING_PROPOSALS
+    assert propose_all(0.03, decodes) == []
 
 
 @pytest.mark.parametrize("role", [P, D])
