@@ -213,11 +213,10 @@ async def switch(cluster: Cluster, strategy: Strategy) -> dict[str, Any]:
 
 
 async def read_errors(cluster: Cluster, router: str) -> list[float]:
-    """Returns the error of a router's latency model at each of the four engines; it is 0 where none was measured."""
+    """Returns the error of a router's latency model at each engine that it knows; it is 0 where none was measured."""
     async with aiohttp.ClientSession() as session, session.get(f"{cluster.url(router)}/metrics") as answer:
         metrics = await answer.text()
     errors = re.findall(r'^sluice_latency_model_error_ratio\{engine=".+"\} (.+)$', metrics, re.MULTILINE)
-    assert len(errors) == 4
     return [float(error) for error in errors]
 
 
@@ -229,7 +228,7 @@ async def test_routers_learn_the_latency_model_that_a_search_uses(
         async with cluster.client(router) as client:
             async with asyncio.timeout(MEASURED_S):
                 # The routers have to measure each engine's speed. How well they know it depends on the machine's load.
-                while 0.0 in (errors := await read_errors(cluster, router)):
+                while len(errors := await read_errors(cluster, router)) < 4 or 0.0 in errors:
                     await asyncio.gather(*(client.generate(request) for request, _ in known))
             assert max(errors) < math.inf
             statuses.append(await client.control.GetStatus(control_pb2.GetStatusRequest(), timeout=10))
