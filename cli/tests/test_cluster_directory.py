@@ -231,7 +231,9 @@ def test_a_cluster_is_ready_when_every_engine_has_a_role_and_every_router_serves
             "r0": control_pb2.GetStatusResponse(is_ready=True, engines=[engine]),
             "r1": control_pb2.GetStatusResponse(is_ready=serves) if answers else None,
         }
-        processes = [ProcessRecord(name=name, kind="router", pid=1, ports={"http": 1, "metrics": 2}) for name in statuses]
+        processes = [
+            ProcessRecord(name=name, kind="router", pid=1, ports={"http": 1, "metrics": 2}) for name in statuses
+        ]
         engines = [ProcessRecord(name="e", kind="engine", pid=1)]
         return make_cluster_status(
             name="c", phase="", manifest="", model="", processes=[*processes, *engines], statuses=statuses
