@@ -10,7 +10,7 @@ from cluster_harness import KEY, World
 
 from sluice_operator.api.labels import COMPONENT_LABEL, RESTART_HASH_ANNOTATION
 from sluice_operator.api.manifest import ManifestError
-from sluice_operator.api.names import ROUTER
+from sluice_operator.api.names import ENGINE, ROUTER
 from sluice_operator.kubernetes.kinds import PODS
 from sluice_operator.planning.plan_message import render_plan
 from sluice_operator.resources.pods.pod_status import read_pod
@@ -79,6 +79,8 @@ def test_a_workers_container_is_not_named_by_users(name: str) -> None:
     assert find_refused_fields(over, ROUTER, allow_host_access=True) == [
         f"spec.router.podTemplate.spec.containers[{name}] is a worker's name; use router, which is for all workers"
     ]
+    # Pods of engines have no workers.
+    assert find_refused_fields(over, ENGINE, allow_host_access=True) == []
     others = {"spec": {"containers": [{"name": "router-8"}]}}
     assert find_refused_fields(others, ROUTER, allow_host_access=True) == []
 

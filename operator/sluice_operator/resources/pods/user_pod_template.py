@@ -103,7 +103,7 @@ def _find(over: Object, component: str, *, allow_host_access: bool) -> Iterator[
         return
     yield from _find_unkeyed(spec, "spec")
     for container in spec.get("containers", []):
-        if container.get("name") in ROUTER_CONTAINERS - {ROUTER}:
+        if component == ROUTER and container.get("name") in ROUTER_CONTAINERS - {ROUTER}:
             yield f"spec.containers[{container['name']}] is a worker's name; use {ROUTER}, which is for all workers"
         if container.get("name") == component:
             yield from _find_in_container(container, component)
