@@ -107,9 +107,9 @@ class ProcessFactory:
         if shares_with is not None:
             site = self.endpoints.make_worker(shares_with)
         elif is_first_replica(name):
-            site = self.endpoints.make_first_router(spec.service.port, model, shares_ports=spec.workers > 1)
+            site = self.endpoints.make_first_router(spec.service.port, model, shares_ports=spec.shares_ports)
         else:
-            site = self.endpoints.make_further_router(model, shares_ports=spec.workers > 1)
+            site = self.endpoints.make_further_router(model, shares_ports=spec.shares_ports)
         security = self.describe_security(manifest, names.ROUTER)
         process = self._supervise(name, self._make_router_launch(manifest, name, site), "router")
         tls = make_control_tls(security)
@@ -128,9 +128,8 @@ class ProcessFactory:
 
     def is_current_router(self, manifest: ServingCluster, name: str, router: ManagedRouter) -> bool:
         """Whether a router runs as the manifest says, at the ports that it has."""
-        shares_ports = manifest.spec.router.workers > 1
         launch = self._make_router_launch(manifest, name, router.site)
-        return router.site.shares_ports == shares_ports and router.process.launch == launch
+        return router.site.shares_ports == manifest.spec.router.shares_ports and router.process.launch == launch
 
     def describe_security(self, manifest: ServingCluster, component: str) -> command_lines.Security:
         """Says where a component finds its keys and certificates."""

@@ -44,7 +44,7 @@ def make_desired_processes(
         engine_hash=_digest(*engine),
         router_hash=_digest(
             http_port,
-            spec.router.workers > 1,
+            spec.router.shares_ports,
             asdict(router_security),
             spec.router.drain_timeout_seconds,
             command_lines.render_values(spec.router),

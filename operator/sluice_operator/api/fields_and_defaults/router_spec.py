@@ -67,3 +67,8 @@ class RouterSpec(PodFields):
     def num_routers(self) -> int:
         """Router processes in all: they share limits and load."""
         return self.replicas * self.workers
+
+    @property
+    def shares_ports(self) -> bool:
+        """Whether several processes listen on the ports of the client APIs."""
+        return self.workers > 1

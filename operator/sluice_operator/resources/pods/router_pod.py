@@ -121,7 +121,7 @@ def _render_worker(cluster: ServingCluster, worker: int, image: str, security: S
         grpc_port=GRPC_PORT,
         control_port=control_port(worker),
         metrics_port=metrics_port(worker),
-        shares_ports=cluster.spec.router.workers > 1,
+        shares_ports=cluster.spec.router.shares_ports,
         model_directory=MODEL_DIRECTORY,
         engines=f"dns:{names.name_engine_service(cluster.metadata.name)}:{ENGINE_PORT}",
         plan_file=f"{PLAN_DIRECTORY}/{names.PLAN_FILE}",
