@@ -12,7 +12,7 @@ from operator import mul as _multiply
 from typing import NamedTuple
 
 from sluice_core.latency.iteration_time import IterationProfile
-from sluice_core.latency.prefill_time import PrefillCoefficients, compute_prefill_s
+from sluice_core.latency.prefill_time import PrefillCoefficients
 from sluice_core.records import IterationShape
 
 # Seconds per unit of each feature: constant, token, token pair of attention, chunk, decode, token of decode context.
@@ -150,15 +150,7 @@ class OnlineLatencyModel:
             return math.inf
         coefficients = self.compute_prefill_coefficients(num_decodes, decode_context_tokens, room_tokens)
         shared_chunks = max(0, num_prompts - 1)  # each further prompt adds a chunk to an iteration that runs anyway
-        prefills_s = compute_prefill_s(
-            per_token_s=coefficients.per_token_s,
-            per_work_s=coefficients.per_work_s,
-            per_iteration_s=coefficients.per_iteration_s,
-            tokens=tokens,
-            attention_work=attention_work,
-            room_tokens=room_tokens,
-        )
-        return prefills_s + shared_chunks * self._coefficients[3]
+        return coefficients.compute_s(tokens, attention_work, room_tokens) + shared_chunks * self._coefficients[3]
 
     def observe(self, shape: IterationShape, duration_s: float) -> None:
         """See ``LatencyModel.observe``."""

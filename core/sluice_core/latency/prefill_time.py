@@ -23,6 +23,17 @@ class PrefillCoefficients:
         self.per_work_s = per_work_s
         self.per_iteration_s = per_iteration_s
 
+    def compute_s(self, tokens: int, attention_work: float, room_tokens: int) -> float:
+        """Compute ``compute_prefill_s`` with these coefficients."""
+        return compute_prefill_s(
+            per_token_s=self.per_token_s,
+            per_work_s=self.per_work_s,
+            per_iteration_s=self.per_iteration_s,
+            tokens=tokens,
+            attention_work=attention_work,
+            room_tokens=room_tokens,
+        )
+
 
 def compute_prefill_s(
     *,

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import chain
 from typing import Final
 
-from sluice_core.latency import LatencyModel, PrefillCoefficients, compute_attention_work, compute_prefill_s
+from sluice_core.latency import LatencyModel, PrefillCoefficients, compute_attention_work
 from sluice_core.records import RequestId
 from sluice_core.strategy_parameters import PrefillOrder
 
@@ -46,7 +46,7 @@ class PrefillPredictor:
         """
         room_tokens = max(1, room_tokens)
         coefficients = self._model.compute_prefill_coefficients(num_decodes, 0, room_tokens)
-        sample_s = _predict_s(coefficients, room_tokens, _SAMPLE_TOKENS, 0.0)
+        sample_s = coefficients.compute_s(_SAMPLE_TOKENS, 0.0, room_tokens)
         if abs(sample_s - self._sample_s) <= _CHANGED * self._sample_s:
             return False
         self._room_tokens, self._coefficients, self._sample_s = room_tokens, coefficients, sample_s
@@ -59,18 +59,7 @@ class PrefillPredictor:
             tokens: Their tokens that are not computed.
             attention_work: Of these tokens, as in ``IterationShape``.
         """
-        return _predict_s(self._coefficients, self._room_tokens, tokens, attention_work)
-
-
-def _predict_s(coefficients: PrefillCoefficients, room_tokens: int, tokens: int, attention_work: float) -> float:
-    return compute_prefill_s(
-        per_token_s=coefficients.per_token_s,
-        per_work_s=coefficients.per_work_s,
-        per_iteration_s=coefficients.per_iteration_s,
-        tokens=tokens,
-        attention_work=attention_work,
-        room_tokens=room_tokens,
-    )
+        return self._coefficients.compute_s(tokens, attention_work, self._room_tokens)
 
 
 class QueuedPrefill:
