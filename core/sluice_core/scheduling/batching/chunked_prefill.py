@@ -41,6 +41,7 @@ class ChunkedPrefillPolicy(EnginePolicy):
 
     def __init__(self, *, counts_decodes: bool = True) -> None:
         self._counts_decodes = counts_decodes
+        self._room_per_work = 0.0
 
     def limits(self, now: float, engine: EngineBatch) -> BatchLimits:
         """See ``EnginePolicy.limits``."""
@@ -65,10 +66,11 @@ class ChunkedPrefillPolicy(EnginePolicy):
             runs_new_prompts=room > 0 and takes_new_prompts,
             returns_new_prompts=not takes_new_prompts,
             is_minimum_progress=is_minimum_progress,
+            room_per_work=0.0 if is_minimum_progress else self._room_per_work,
         )
 
     def bound_room(self, now: float, engine: EngineBatch, room_tokens: int) -> int:  # noqa: ARG002 - for overrides
-        """Bound the prefill budget further.
+        """Bound the prefill budget further; sets ``_room_per_work`` where attention takes room too.
 
         Args:
             now: See ``limits``.

@@ -15,7 +15,7 @@ from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.batching.profile_table import ProfileTable
 from sluice_core.scheduling.decode_flow import propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
-from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch
+from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.strategy_parameters import StrategyParameters
 
 
@@ -35,7 +35,6 @@ class SloBatching(ChunkedPrefillPolicy):
         self._target_s = parameters.tbt_target_s
         self._decodes: DecodeSet | None = None
         self._table: ProfileTable | None = None
-        self._room_per_work = 0.0
 
     def bind(self, decodes: DecodeSet, latency: LatencyModel) -> None:
         """See ``EnginePolicy.bind``."""
@@ -46,13 +45,6 @@ class SloBatching(ChunkedPrefillPolicy):
         """See ``EnginePolicy.record_iteration``: line 1."""
         if self._table is not None:
             self._table.record(shape, duration_s)
-
-    def limits(self, now: float, engine: EngineBatch) -> BatchLimits:
-        """See ``EnginePolicy.limits``."""
-        limits = super().limits(now, engine)
-        if not limits.is_minimum_progress:
-            limits.room_per_work = self._room_per_work
-        return limits
 
     def bound_room(self, now: float, engine: EngineBatch, room_tokens: int) -> int:
         """See ``ChunkedPrefillPolicy.bound_room``: M of line 2. What fills it, lines 3 to 8, is every strategy's."""

@@ -19,7 +19,7 @@ from sluice_core.records import IterationShape, MoveCause, MoveProposal
 from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import MAX_STANDING_PROPOSALS, propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
-from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch
+from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.scheduling.prefill_budget import fit_prefill_budget
 from sluice_core.strategy_parameters import StrategyParameters
 
@@ -44,19 +44,11 @@ class SlackBatching(ChunkedPrefillPolicy):
         self._packs = parameters.pack_share > 0.0
         self._decodes: DecodeSet | None = None
         self._latency: LatencyModel | None = None
-        self._room_per_work = 0.0
 
     def bind(self, decodes: DecodeSet, latency: LatencyModel) -> None:
         """See ``EnginePolicy.bind``."""
         self._decodes = decodes
         self._latency = latency
-
-    def limits(self, now: float, engine: EngineBatch) -> BatchLimits:
-        """See ``EnginePolicy.limits``."""
-        limits = super().limits(now, engine)
-        if not limits.is_minimum_progress:
-            limits.room_per_work = self._room_per_work
-        return limits
 
     def bound_room(self, now: float, engine: EngineBatch, room_tokens: int) -> int:
         """See ``ChunkedPrefillPolicy.bound_room``: what the least slack of the decodes allows."""
