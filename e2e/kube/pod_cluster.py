@@ -27,6 +27,7 @@ from testbed.settings import ROOT
 from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2_grpc
 from sluice_operator.api.ports import CONTROL_PORT, GRPC_PORT, METRICS_PORT
 from sluice_operator.api.router_workers import control_port, metrics_port
+from sluice_operator.resources.pods.pod_status import read_pod
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -197,19 +198,23 @@ class PodCluster(KubectlCluster):
             if "podIP" in pod["status"] and "deletionTimestamp" not in pod["metadata"]
         }
 
-    @property
-    def workers(self) -> int:
-        """Routers in each of the routers' pods."""
-        return int(self.read("slc/tiny")["spec"]["router"]["workers"])
+    def list_router_addresses(self, port: Callable[[int], int]) -> list[str]:
+        """Lists an address of each router, of which a pod has one or more, without pods that end.
+
+        Args:
+            port: Port of a router by its number in the pod.
+        """
+        return [
+            f"{pod.address}:{port(worker)}"
+            for pod in map(read_pod, self.routers.values())
+            if pod.address and not pod.is_ending
+            for worker in range(pod.num_workers)
+        ]
 
     def statuses(self) -> list[Status]:
         """Reads the status of each router; none if one of them does not answer."""
         try:
-            return [
-                self._read_status(f"{address}:{control_port(worker)}")
-                for address in self.addresses("router").values()
-                for worker in range(self.workers)
-            ]
+            return [self._read_status(address) for address in self.list_router_addresses(control_port)]
         except grpc.RpcError:
             return []
 
@@ -226,8 +231,7 @@ class PodCluster(KubectlCluster):
 
     def explain(self, request_id: str) -> list[dict[str, Any]]:
         """Reads the decisions on a request from the router that served it."""
-        hosts, workers = self.addresses("router").values(), range(self.workers)
-        for address in (f"{host}:{metrics_port(worker)}" for host in hosts for worker in workers):
+        for address in self.list_router_addresses(metrics_port):
             with contextlib.suppress(urllib.error.HTTPError):  # 404 from the others
                 url = f"http://{address}/debug/requests/{request_id}"
                 with urllib.request.urlopen(url, timeout=10) as answer:
