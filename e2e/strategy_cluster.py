@@ -45,7 +45,7 @@ def run_strategy(
 # Events of a strategy that load alone shall bring about, and how often the same load is tried: on a busy machine fewer
 # requests run at the same moment.
 WANTED_EVENTS = 20
-MOST_ROUNDS = 4
+MOST_ROUNDS = 10
 
 
 async def ask_until_seen(

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 PORTS = "24600-25099"
 HTTP_PORT = 25100
 NUM_REQUESTS = 96
-NUM_STREAMS = 12  # at a time
+NUM_STREAMS = 24  # at a time
 SHORT_TOKENS = 65
 LONG_TOKENS = 255
 
