@@ -99,5 +99,13 @@ class KubectlCluster:
         return sorted(pod["metadata"]["labels"].get("sluice.dev/role", "") for pod in self.engines.values())
 
     def versions(self) -> dict[str, str]:
+        """Tells what has been written. Of a pod, its metadata counts: nodes write its status."""
         items = self.read(f"{CHILDREN},slc,pods")["items"]
-        return {f"{item['kind']}/{item['metadata']['name']}": item["metadata"]["resourceVersion"] for item in items}
+        return {f"{item['kind']}/{item['metadata']['name']}": _render_version(item) for item in items}
+
+
+def _render_version(item: dict[str, Any]) -> str:
+    metadata: dict[str, Any] = item["metadata"]
+    if item["kind"] == "Pod":
+        return json.dumps([metadata["labels"], metadata.get("annotations")])
+    return str(metadata["resourceVersion"])
