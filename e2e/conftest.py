@@ -10,6 +10,7 @@ import workload
 import yaml
 from cluster import Cluster, run_cluster
 from examples import tiny_model
+from strategy_cluster import run_two_engines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,6 +89,13 @@ def cluster(shared_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator
         shared_cluster.write(before)
     shared_cluster.wait_ready()
     shared_cluster.wait_idle()
+
+
+@pytest.fixture(scope="session")
+def two_engines(tmp_path_factory: pytest.TempPathFactory, example: dict[str, Any], models: Path) -> Iterator[Cluster]:
+    """Two engines with little KV; tests of a strategy edit it with ``use_strategy``."""
+    with run_two_engines(tmp_path_factory.mktemp("two-engines"), example, models) as cluster:
+        yield cluster
 
 
 @pytest.fixture

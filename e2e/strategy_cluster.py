@@ -1,4 +1,4 @@
-"""Two engines under one strategy, with objectives that nothing misses, and load alone to show what it does."""
+"""Two engines under one strategy after the other, and load alone that shows what each does."""
 
 from __future__ import annotations
 
@@ -17,29 +17,37 @@ if TYPE_CHECKING:
     from workload import Answer, Request
 
 
+# Of 32 tokens: little KV, so that one engine has no room for all streams of a test.
+NUM_BLOCKS = 150
+PORTS = "25200-25699"
+HTTP_PORT = 25700
+
+
 @contextmanager
-def run_strategy(
-    directory: Path,
-    example: dict[str, Any],
-    strategy: str,
-    *,
-    models: Path,
-    ports: str,
-    http_port: int,
-    num_blocks: int | None = None,
-) -> Iterator[Cluster]:
-    """Run the example with two engines, one of them P-heavy; ``num_blocks`` of 32 tokens limit the KV of each."""
+def run_two_engines(directory: Path, example: dict[str, Any], models: Path) -> Iterator[Cluster]:
+    """Run the example with two engines, one of them P-heavy, and little KV."""
     manifest = copy.deepcopy(example)
-    manifest["metadata"]["name"] = strategy.lower()
+    manifest["metadata"]["name"] = "two-engines"
     spec = manifest["spec"]
-    spec.update(replicas=2, prefillHeavy=1, strategy=strategy)
+    spec.update(replicas=2, prefillHeavy=1)
     spec["slo"] = {"ttftMilliseconds": 600_000, "tpotMilliseconds": 60_000}
-    if num_blocks is not None:
-        spec["engine"].update(maxModelLen=4096, extraArgs=[f"--num-gpu-blocks-override={num_blocks + 1}"])
-    spec["router"].update(replicas=1, service={"port": http_port})
-    with run_cluster(directory, manifest, models=models, ports=ports) as cluster:
+    spec["engine"].update(maxModelLen=4096, extraArgs=[f"--num-gpu-blocks-override={NUM_BLOCKS + 1}"])
+    spec["router"].update(replicas=1, service={"port": HTTP_PORT})
+    with run_cluster(directory, manifest, models=models, ports=PORTS) as cluster:
         cluster.wait_ready()
         yield cluster
+
+
+def use_strategy(cluster: Cluster, strategy: str) -> None:
+    """Edit the strategy, and wait until every engine has taken the plan."""
+    if cluster.manifest["spec"]["strategy"] == strategy:
+        return
+    generation = max(router["generation"] for router in cluster.status()["routers"])
+    cluster.edit(lambda spec: spec.update(strategy=strategy))
+    cluster.wait(
+        f"{strategy} is in force",
+        lambda status: all(router["acknowledged_generation"] > generation for router in status["routers"]),
+    )
 
 
 # Events of a strategy that load alone shall bring about, and how often the same load is tried: on a busy machine fewer

@@ -12,32 +12,23 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 from cluster import Result
-from strategy_cluster import MOST_ROUNDS, WANTED_EVENTS, ask_all, run_strategy
+from strategy_cluster import MOST_ROUNDS, NUM_BLOCKS, WANTED_EVENTS, ask_all, use_strategy
 from test_exactness import check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from cluster import Cluster
     from workload import Answer, Request
 
 pytestmark = pytest.mark.engine
 
-PORTS = "25200-25699"
-HTTP_PORT = 25700
 NUM_STREAMS = 64
-NUM_BLOCKS = 150  # of 32 tokens
 
 
-@pytest.fixture(scope="module")
-def disaggregated(tmp_path_factory: pytest.TempPathFactory, example: dict[str, Any], models: Path) -> Iterator[Cluster]:
-    """One prefill and one decode engine, with little KV."""
-    folder = tmp_path_factory.mktemp("disaggregated")
-    with run_strategy(
-        folder, example, "Disaggregated", models=models, ports=PORTS, http_port=HTTP_PORT, num_blocks=NUM_BLOCKS
-    ) as cluster:
-        yield cluster
+@pytest.fixture
+def disaggregated(two_engines: Cluster) -> Cluster:
+    """One prefill and one decode engine."""
+    use_strategy(two_engines, "Disaggregated")
+    return two_engines
 
 
 async def list_stories(cluster: Cluster, results: list[Result]) -> list[list[dict[str, Any]]]:

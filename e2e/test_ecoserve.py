@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
-from strategy_cluster import WANTED_EVENTS, ask_until_seen, run_strategy
+from strategy_cluster import WANTED_EVENTS, ask_until_seen, use_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from cluster import Cluster
     from workload import Answer, Request
 
 pytestmark = pytest.mark.engine
 
-PORTS = "26200-26699"
-HTTP_PORT = 26700
 NUM_REQUESTS = 96
 NUM_STREAMS = 12  # at a time
-NUM_BLOCKS = 150  # of 32 tokens: one engine has no room for all streams
 
 
-@pytest.fixture(scope="module")
-def ecoserve(tmp_path_factory: pytest.TempPathFactory, example: dict[str, Any], models: Path) -> Iterator[Cluster]:
-    """Two engines with little KV, in one macro instance."""
-    folder = tmp_path_factory.mktemp("ecoserve")
-    with run_strategy(
-        folder, example, "EcoServe", models=models, ports=PORTS, http_port=HTTP_PORT, num_blocks=NUM_BLOCKS
-    ) as cluster:
-        yield cluster
+@pytest.fixture
+def ecoserve(two_engines: Cluster) -> Cluster:
+    """Two engines in one macro instance."""
+    use_strategy(two_engines, "EcoServe")
+    return two_engines
 
 
 async def count_switches(cluster: Cluster) -> int:
