@@ -30,13 +30,22 @@ class Operator:
     def __init__(self, kubeconfig: Path, port: int, log: Path, **options: str) -> None:
         self.port, self.log = port, log
         self.options = {"namespace": SYSTEM, "host": "127.0.0.1", "port": str(port), **options}
-        with log.open("a") as file:
-            self.process = subprocess.Popen(
+        self._kubeconfig = kubeconfig
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self.log.open("a") as file:
+            return subprocess.Popen(
                 [sys.executable, "-m", "sluice_operator", *self._arguments()],
-                env={**os.environ, "KUBECONFIG": str(kubeconfig)},
+                env={**os.environ, "KUBECONFIG": str(self._kubeconfig)},
                 stdout=file,
                 stderr=file,
             )
+
+    def restart_if_ended(self) -> None:
+        """Starts the process again if it has exited, as Kubernetes would."""
+        if self.process.poll() is not None:
+            self.process = self._start()
 
     def _arguments(self) -> list[str]:
         return [part for name, value in self.options.items() for part in (f"--{name.replace('_', '-')}", value)]
@@ -136,6 +145,10 @@ class Replicas:
         started = Operator(kubeconfig or self._everywhere, port, log, identity=identity, **options)
         self._started.append(started)
         return started
+
+    def restart_last_if_ended(self) -> None:
+        """Starts the replica that was started last again if it has exited, as Kubernetes would."""
+        self._started[-1].restart_if_ended()
 
     def end(self) -> None:
         for operator in self._started:

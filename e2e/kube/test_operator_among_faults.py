@@ -38,7 +38,7 @@ STRATEGIC_MERGE = "application/strategic-merge-patch+json"
 # The informer (``controller/informer.py``) takes a watch for dead after about this time without a bookmark.
 INACTIVITY_S = 70.0
 # After this time without a request, no reconcile is under way.
-STILL_S = 2.0
+STILL_S = 4.0
 ENOUGH_FAULTS = 30
 # How often a replica that does not lead asks for the lease before it counts as waiting.
 NUM_ATTEMPTS = 5

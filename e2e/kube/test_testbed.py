@@ -87,7 +87,7 @@ def test_nothing_is_left_when_its_program_ends(
 ) -> None:
     assert len(programs_of(small)) >= 5
     program.send_signal(number)
-    program.wait(60)
+    program.wait(180)
     deadline = time.monotonic() + 60
     while programs_of(small) and time.monotonic() < deadline:
         time.sleep(0.1)
