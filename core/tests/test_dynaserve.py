@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 from test_simulation import make_arrivals, make_engines, run
 
 from sluice_core.latency.measured_profiles import load_model_on_gpu
-from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import IterationShape, MoveCause, RequestId, Role, Slo
 from sluice_core.scheduling.batching.profile_table import ProfileTable
 from sluice_core.scheduling.decode_set import SPLIT_LEAD_TOKENS, SPLIT_RETRY_TOKENS, DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch
-from sluice_core.sim.sim_setup import Arrival, Cell, ConfigureEvent, FailEvent, LengthsKnown, SimOptions, TransferLink
-from sluice_core.sim.simulation import Simulation
+from sluice_core.sim.sim_setup import Arrival, Cell, ConfigureEvent, FailEvent, LengthsKnown, SimOptions
 from sluice_core.strategies import get_strategy
 from sluice_core.strategies.dynaserve import DynaServeRules
 from sluice_core.strategy_parameters import StrategyParameters
@@ -254,76 +252,3 @@ def test_with_errors_of_prediction_the_pair_still_serves_nearly_as_much():
         return max(request.last_token_s for request in simulation.requests)
 
     assert find_end_s(LengthsKnown.NOISY) < 1.1 * find_end_s(LengthsKnown.EXACT)
-
-
-# --- prompts that are cut, in the simulator alone ------------------------------------------------------------------
-
-CUTS = replace(DYNASERVE, policies=DynaServeRules(cuts_prompts=True))
-
-
-def test_the_second_engine_computes_the_rest_of_a_prompt_that_is_cut():
-    cell = replace(make_cell(blocks=2000, output_lengths=LengthsKnown.EXACT), strategy=CUTS)
-    simulation = run(cell, make_prompts(60))
-    assert simulation.cut_prompts.num_cut >= 20
-    assert sum(engine.counters.num_prefill_tokens for engine in simulation.engines) == 60 * 1200
-    assert sum(engine.counters.num_output_tokens for engine in simulation.engines) == 60 * 20
-    assert simulation.num_moves[MoveCause.SPLIT] >= simulation.cut_prompts.num_cut
-
-
-def test_a_cut_at_a_fixed_token_gives_each_engine_its_part():
-    rules = DynaServeRules(cuts_prompts=True, is_bound_to_sides=True, fixed_token=500)
-    cell = replace(make_cell(blocks=4000), strategy=replace(DYNASERVE, policies=rules))
-    simulation = run(cell, make_prompts(30, every_s=0.3))
-    assert simulation.cut_prompts.num_cut == 30
-    assert [engine.counters.num_prefill_tokens for engine in simulation.engines] == [30 * 500, 30 * 700]
-    assert [engine.counters.num_output_tokens for engine in simulation.engines] == [0, 30 * 20]
-
-
-@pytest.mark.parametrize("sends_parts", [True, False])
-def test_kv_in_parts_is_there_sooner(sends_parts):
-    """One request alone: the last chunk's KV, or all of it, is what the second engine waits for."""
-    link = TransferLink(speed=LinkSpeed(bytes_per_s=1e9, latency_s=0.0))
-    engines = [replace(engine, chunk_size_tokens=256, link=link) for engine in make_engines(((2, 2048),), blocks=4000)]
-    rules = DynaServeRules(cuts_prompts=True, is_bound_to_sides=True, fixed_token=1024)
-    options = SimOptions(sends_parts=sends_parts)
-    cell = Cell(engines=engines, strategy=replace(DYNASERVE, policies=rules), options=options)
-    simulation = run(cell, make_prompts(1))
-    # 256 tokens take longer on this link than to compute, so that parts wait for one another.
-    waited_tokens = simulation.links.transfer_s * 1e9 / engines[0].kv_bytes_per_token
-    assert 256 <= waited_tokens < 900 if sends_parts else waited_tokens == pytest.approx(1024)
-    assert sum(engine.counters.num_prefill_tokens for engine in simulation.engines) == 1200
-
-
-def test_without_room_on_the_second_engine_the_first_computes_all():
-    rules = DynaServeRules(cuts_prompts=True, is_bound_to_sides=True, fixed_token=500)
-    engines = make_engines(((2, 2048),), blocks=4000)
-    engines[1] = replace(engines[1], kv_blocks_total=90)  # for one prompt
-    simulation = run(Cell(engines=engines, strategy=replace(DYNASERVE, policies=rules)), make_prompts(8, every_s=0.0))
-    first, second = (engine.counters.num_prefill_tokens for engine in simulation.engines)
-    assert first + second == 8 * 1200
-    assert second % 700 == 0
-    assert 0 < second < 8 * 700
-
-
-@pytest.mark.parametrize("options", [{"schedules_ahead": True}, {"hash_block_tokens": 16}])
-def test_engines_of_the_product_cut_no_prompts(options):
-    rules = DynaServeRules(cuts_prompts=True, fixed_token=500)
-    cell = replace(make_cell(blocks=2000, **options), strategy=replace(DYNASERVE, policies=rules))
-    with pytest.raises(ValueError, match="prompts are cut only"):
-        Simulation(cell, make_prompts(2)).run()
-
-
-@given(seed=st.integers(0, 2**32), blocks=st.sampled_from([30, 60, 160]), sends_parts=st.booleans())
-@settings(max_examples=25, deadline=None)
-def test_nothing_of_cut_prompts_is_lost(seed, blocks, sends_parts):
-    rng = random.Random(seed)
-    cell = make_cell(3, blocks=blocks, seed=seed, sends_parts=sends_parts)
-    first, second, _ = (engine.engine_id for engine in cell.engines)
-    events = (
-        ConfigureEvent(at_s=1.0, engine_id=first, role=Role.PREFILL_HEAVY, chunk_size_tokens=0),
-        ConfigureEvent(at_s=1.4, engine_id=first, role=Role.PREFILL_HEAVY, chunk_size_tokens=2048),
-        FailEvent(at_s=rng.uniform(1.5, 4.0), engine_id=second),
-    )
-    rules = DynaServeRules(cuts_prompts=True, fixed_token=rng.choice((0, 0, 40, 150)))
-    strategy = replace(DYNASERVE, policies=rules)
-    run(replace(cell, strategy=strategy, events=events), make_arrivals(rng, number=50, rate=15.0))

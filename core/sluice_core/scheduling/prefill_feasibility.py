@@ -213,6 +213,21 @@ def estimate_prefill(now: float, request: PrefillRequest, view: EngineView) -> t
     return max(0.0, view.free_at_s - now), execute_s, transfer_s
 
 
+def record_prefill(now: float, request: PrefillRequest, engines: EngineTable, engine_id: EngineId) -> None:
+    """Record a prefill that goes to an engine of which nobody has a choice; the caller submits it."""
+    view = engines[engine_id].view
+    execute_s = 0.0 if view is None else estimate_prefill(now, request, view)[1]
+    engines.record_placement(
+        engine_id,
+        request.request_id,
+        now,
+        tokens=_count_uncached(request, engine_id),
+        kv_tokens=request.prompt_tokens,
+        execute_s=execute_s if execute_s < _INFINITY else 0.0,  # it takes no prompts any more
+        is_recovery=request.is_recovery,
+    )
+
+
 def _count_uncached(request: PrefillRequest, engine_id: EngineId) -> int:
     """Count the tokens to compute on an engine: the last one always is, for its logits."""
     cached = request.cached_tokens

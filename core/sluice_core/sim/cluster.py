@@ -10,6 +10,7 @@ from typing import Final
 from sluice_core.records import EngineId, MoveCause
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_table import EngineTable
+from sluice_core.scheduling.prefill_feasibility import record_prefill
 from sluice_core.scheduling.splitting.predicted_output_lengths import KnownLengths, NoisyLengths, OutputLengths
 from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.engine.gap_histogram import GapHistogram
@@ -49,6 +50,8 @@ class SimCluster:
         gaps: Gaps between tokens.
         num_moves: Moves that began, by cause.
         num_blocked_moves: Proposals without a target.
+        num_cut: Prompts that were cut and that the second engine went on with.
+        num_whole: Prompts that were to be cut and for which the second engine had no room.
         links: Its links.
         routers: The routers.
 
@@ -64,6 +67,7 @@ class SimCluster:
         self.gaps = GapHistogram()
         self.num_moves: dict[MoveCause, int] = dict.fromkeys(MoveCause, 0)
         self.num_blocked_moves = 0
+        self.num_cut = self.num_whole = 0
         self.links = SimLinks()
         check_arrivals(self.requests, cell.options.hash_block_tokens)
         self.routers = SimRouters(cell, len(self.requests))
@@ -126,14 +130,17 @@ class SimCluster:
     def begin_transfer(self, request: SimRequest, source: SimEngine, target: SimEngine, cause: MoveCause) -> None:
         """Reserve the target's blocks and send the KV; transfers of one link go one after the other."""
         target.reserve(request.num_blocks)
-        if self._report_s:
-            # The router counts what it has asked for until a report can have it.
-            self._num_late_grants += 1
-            self.note_grant_request(request, target, -self._num_late_grants, request.num_blocks)
-            self.note_grant_answer(request, target, -self._num_late_grants)
+        self.note_grant(request, target, request.num_blocks)
         request.state = RequestState.MOVING
         request.target = target.engine_id
         self.send(request, source, cause, None)
+
+    def note_grant(self, request: SimRequest, target: SimEngine, num_blocks: int) -> None:
+        """Let a router count what it has got at once, until a report can have it."""
+        if self._report_s:
+            self._num_late_grants += 1
+            self.note_grant_request(request, target, -self._num_late_grants, num_blocks)
+            self.note_grant_answer(request, target, -self._num_late_grants)
 
     def note_grant_request(self, request: SimRequest, target: SimEngine, grant_id: int, num_blocks: int) -> None:
         """Let a request's router count blocks that it asks a target for."""
@@ -153,12 +160,19 @@ class SimCluster:
         request.state = RequestState.WAITING
         request.held_since_s = self.now
         if request.part_blocks:
-            planned = None if request.planned_target is None else self._by_id.get(request.planned_target)
-            if planned is not None:
-                planned.cancel_grant(request.part_blocks)
+            self.take_room_back(request)
         request.target = request.table = request.planned_target = None
-        request.split_token = request.part_tokens = request.part_blocks = request.sent_tokens = 0
+        request.split_token = request.part_tokens = request.sent_tokens = request.part_move = 0
         self.routers.of_request(request.index).held[request.request_id] = request.describe_prefill()
+
+    def take_room_back(self, request: SimRequest) -> None:
+        """Keep no room any more for a prompt that was cut; the engine that did may have died."""
+        planned = None if request.planned_target is None else self._by_id.get(request.planned_target)
+        if planned is None:
+            request.part_blocks, request.part_table = 0, None
+        else:
+            planned.give_up_room(request)
+            self.start_engine(planned)  # it may have idled for want of these blocks
 
     def recover(self, request: SimRequest) -> None:
         """Keep a request that has lost its engine until it is placed again."""
@@ -238,7 +252,7 @@ class SimCluster:
         if target_id is None:
             return None
         target = self._by_id[target_id]
-        if self._report_s and not self.cell.options.schedules_ahead and not _has_room(target, num_blocks):
+        if self._report_s and not self.cell.options.schedules_ahead and not has_room(target, num_blocks):
             return None  # the target refuses: the router did not know yet how full it is
         return target
 
@@ -269,9 +283,31 @@ class SimCluster:
         if self._timeline is not None:
             self._timeline.note_transfer(request, cause, self.now, arrives_at_s)
 
-    def copy(self, source: SimEngine, num_tokens: int, move: object) -> None:
+    def go_on_whole(self, request: SimRequest, source: SimEngine) -> None:
+        """Let the engine of a prompt's beginning compute the rest too: the other one has no room."""
+        self.num_whole += 1
+        request.is_whole = True
+        if source.is_draining:
+            source.release(request.num_blocks, request.part_tokens, request.source_table)
+            request.num_blocks, request.source_table = 0, None
+            self.recover(request)
+            return
+        router, cached = self.routers.of_request(request.index), {source.engine_id: request.part_tokens}
+        self._report_loads(router)
+        record_prefill(self.now, request.describe_prefill(cached), router.table, source.engine_id)
+        number = source.submit_whole(request)
+        router.table.mark_submitted(source.engine_id, request.request_id, number)
+
+    def copy(self, source: SimEngine, num_tokens: int, move: object, *, is_ahead: bool = False) -> None:
         """Send the KV of some tokens while their request runs on; ``SimHandOffs.receive`` gets its arrival."""
-        self._push(self.links.send(self.now, source.setup, num_tokens), MOVE_STEP, move)
+        self._push(self.links.send(self.now, source.setup, num_tokens, is_ahead=is_ahead), MOVE_STEP, move)
+
+    def send_part(self, request: SimRequest, source: SimEngine, num_tokens: int, move: object) -> None:
+        """Send the KV of a prompt that was cut and waits for it; ``SimHandOffs.receive`` gets its arrival."""
+        arrives_at_s = self.links.send(self.now, source.setup, num_tokens)
+        self._push(arrives_at_s, MOVE_STEP, move)
+        if self._timeline is not None:
+            self._timeline.note_transfer(request, MoveCause.SPLIT, self.now, arrives_at_s)
 
     def send_message(self, move: object, duration_s: float) -> None:
         """Send a message from one engine of a move to the other; ``SimHandOffs.receive`` gets it."""
@@ -312,7 +348,7 @@ class SimCluster:
             self._keeps_kv = self._keeps_kv or engine.hands_off_prefills
 
 
-def _has_room(target: SimEngine, num_blocks: int) -> bool:
+def has_room(target: SimEngine, num_blocks: int) -> bool:
     """Say whether a target can take a request that moves there at once."""
     num_seqs = target.num_incoming + target.count_running()
     return not target.is_draining and num_blocks <= target.free_blocks and num_seqs < target.setup.max_num_seqs

@@ -8,8 +8,9 @@ from sluice_core.records import EngineId, Role
 from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.cluster import SimCluster
 from sluice_core.sim.engine.sim_engine import SimEngine
+from sluice_core.sim.moves.cut_hand_offs import CutHandOffs
+from sluice_core.sim.moves.cut_prompts import CutPrompts
 from sluice_core.sim.moves.grant_queue import GrantQueue
-from sluice_core.sim.moves.hand_offs import SimHandOffs
 from sluice_core.sim.sim_setup import AddEngineEvent, Arrival, Cell, ConfigureEvent, FailEvent, LeaveEvent
 
 
@@ -24,7 +25,8 @@ class ChangingCluster(SimCluster):
 
     def __init__(self, cell: Cell, arrivals: Sequence[Arrival], timeline: Timeline | None) -> None:
         super().__init__(cell, arrivals, timeline)
-        self._hand_offs = SimHandOffs(self) if cell.options.schedules_ahead else None
+        self._hand_offs = CutHandOffs(self) if cell.options.schedules_ahead else None
+        self._cut_prompts = CutPrompts(self, self._hand_offs)
         self._grants = [GrantQueue(self, self._hand_offs) for _ in self.routers.routers]
         self._leaving: dict[EngineId, SimEngine] = {}
         self._find_targets()
@@ -107,6 +109,7 @@ class ChangingCluster(SimCluster):
         for request in engine.clear(self.now):
             request.num_blocks = 0
             self.hold(request)
+        self._cut_prompts.fail(engine)
         if self._hand_offs is not None:
             self._hand_offs.fail(engine)
         for grants in self._grants:

@@ -46,9 +46,13 @@ class SimRequest:
         last_token_s: When its last token came, as of the last time it left a decode batch or finished.
         split_token: Tokens of prompt and output whose KV its engine computes before another goes on; 0: all.
         planned_target: That other engine.
-        part_tokens: Tokens of a prompt that was cut which have KV, until the other engine has it; 0: it was not cut.
-        sent_tokens: Of these, tokens whose KV has been sent.
-        part_blocks: Blocks that the other engine keeps for a prompt that was cut.
+        part_tokens: Tokens of a prompt that was cut which have KV, until the other engine has it; 0: it was not cut, or
+            they are being computed.
+        sent_tokens: Of these, tokens whose KV has been sent or was there.
+        part_blocks: Blocks that the other engine keeps for a prompt that was cut; 0: it has granted none.
+        part_table: Cached blocks among these, with prefix reuse.
+        part_move: Number of the move by which the other engine gets that KV; 0: none is under way.
+        is_whole: Its prompt is not cut again: the other engine had no room.
     """
 
     __slots__ = (
@@ -63,6 +67,7 @@ class SimRequest:
         "index",
         "is_leaving",
         "is_moved_in",
+        "is_whole",
         "kind",
         "last_token_s",
         "num_blocks",
@@ -73,6 +78,8 @@ class SimRequest:
         "order",
         "output_tokens",
         "part_blocks",
+        "part_move",
+        "part_table",
         "part_tokens",
         "planned_target",
         "prefill_tokens",
@@ -133,6 +140,9 @@ class SimRequest:
         self.part_tokens = 0
         self.sent_tokens = 0
         self.part_blocks = 0
+        self.part_table: BlockTable | None = None
+        self.part_move = 0
+        self.is_whole = False
 
     @property
     def is_cut(self) -> bool:
@@ -189,6 +199,7 @@ class SimRequest:
             is_recovery=self.first_token_s >= 0.0,
             next_token_due_s=self.first_token_s + self.tpot_slo_s * self.generated_tokens,
             cached_tokens=cached_tokens,
+            is_whole=self.is_whole,
         )
 
 

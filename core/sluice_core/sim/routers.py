@@ -91,6 +91,7 @@ class SimRouter:
             kv_bytes_per_token=setup.kv_bytes_per_token,
             max_num_seqs=setup.max_num_seqs,
             max_batch_tokens=setup.max_batch_tokens,
+            cuts_prompts=True,
         )
         self.table.add(setup.engine_id, config, role=setup.role, chunk_size_tokens=setup.chunk_size_tokens)
 

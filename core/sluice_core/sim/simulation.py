@@ -34,7 +34,6 @@ from sluice_core.sim.cluster_changes import ChangingCluster
 from sluice_core.sim.engine.operator_interrupts import find_interrupt_s, interrupt
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.known_prefixes import KnownPrefixes
-from sluice_core.sim.moves.cut_prompts import CutPrompts
 from sluice_core.sim.moves.grant_queue import GrantQueue
 from sluice_core.sim.moves.hand_offs import SimMove
 from sluice_core.sim.requests import RequestState, SimRequest, find_expired
@@ -77,7 +76,6 @@ class Simulation(ChangingCluster):
         num_arrived: Requests that have arrived.
         num_missed: Requests that ended and missed an objective, rejected ones included; in a run that may give up also
             those that are late already.
-        cut_prompts: Prompts that two engines compute.
 
     Raises:
         ValueError: Arrivals out of order, or an engine twice.
@@ -95,7 +93,6 @@ class Simulation(ChangingCluster):
         self.num_arrived = 0
         self.num_missed = 0
         self._waits_for_grant = cell.options.no_grant is NoGrant.WAIT
-        self.cut_prompts = CutPrompts(self)
         for event in sorted(cell.events, key=_at_s_of):
             self._push(event.at_s, CLUSTER_CHANGE, event)
         if steering is not None:
@@ -251,8 +248,6 @@ class Simulation(ChangingCluster):
                 engine = self._by_id[decision.engine_id]
                 if decision.route:
                     self._plan_parts(request, decision.route)
-                    if request.is_cut:
-                        self.cut_prompts.begin(request, engine, self._by_id[decision.route[1].engine_id])
                 self._submit(request, router, engine)
             else:
                 self._reject(request)
@@ -363,8 +358,8 @@ class Simulation(ChangingCluster):
             for request in engine.prefilled:
                 self._grants_of(request).add(request, engine)
             engine.prefilled.clear()
-        if self.cut_prompts.num_cut:
-            self.cut_prompts.end_iteration(engine)
+        if engine.prefills.begun or engine.engine_id in self._cut_prompts.computing:
+            self._cut_prompts.end_iteration(engine)
         if engine.batch.num_decodes:
             self._propose(engine)
         if self._hand_offs is not None:
@@ -374,6 +369,8 @@ class Simulation(ChangingCluster):
         if may_place:
             self._place_granted(engine)
         self.start_engine(engine)
+        if engine.prefills.begun:
+            self._cut_prompts.note_begun(engine)
         self._retry_held()
 
     def _note_finished(self, engine: SimEngine) -> None:
@@ -439,7 +436,7 @@ class Simulation(ChangingCluster):
         source = None if request.source is None else self._by_id.get(request.source)
         if request.part_tokens:
             planned = None if request.planned_target is None else self._by_id.get(request.planned_target)
-            self.cut_prompts.arrive(request, source, planned)
+            self._cut_prompts.arrive(request, source, planned)
         else:
             self._end_move(request, source)
         if source is not None:

@@ -91,13 +91,21 @@ class FreedBlocks:
             num_blocks: Blocks that it had.
             num_cached: Those of them that are full.
         """
-        assert index not in self._of_request
+        assert index not in self._of_request or not self._of_request[index].num_blocks
         self._num_first += num_blocks - num_cached
         if self._num_last > 0:
             self._runs.append(_BlockRun(self._num_last))
             self._num_last = 0
         run = self._of_request[index] = _BlockRun(num_cached)
         self._runs.append(run)
+
+    def expect(self, index: int) -> None:
+        """Wait for the blocks of a request that become free later."""
+        self._of_request[index] = _BlockRun(0)
+
+    def forget(self, index: int) -> None:
+        """Let a request's blocks be as all others: it waits here no more."""
+        self._of_request.pop(index, None)
 
     def reclaim(self, index: int) -> int:
         """Take what is left of a preempted request's blocks, from its first one on.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sluice_core.records import EngineId, RequestId
 from sluice_core.scheduling.engine_policy import EnginePolicy, RequestKind
 from sluice_core.sim.block_table import BlockTable
+from sluice_core.sim.engine.freed_blocks import FreedBlocks
 from sluice_core.sim.engine.preemption import leave_decodes
 from sluice_core.sim.engine.scheduler_state import SchedulerState
 from sluice_core.sim.requests import RequestState, SimRequest
@@ -86,17 +87,88 @@ class MovingRequests(SchedulerState):
         self.arrived.append(request)
         self.note_change()
 
-    def take_part(self, request: SimRequest) -> None:
-        """Go on with a prompt whose beginning has arrived, in the blocks that were kept for all of it."""
-        self.granted_blocks -= request.part_blocks
-        self.used_blocks += request.part_blocks
+    def keep_room(self, request: SimRequest, num_blocks: int) -> None:
+        """Grant blocks and a seat to a prompt whose beginning another engine computes; cached blocks are held."""
+        self.reserve(num_blocks)
+        request.part_blocks = num_blocks
+        cache = self.cache
+        if cache is not None:
+            index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
+            found = cache.find_cached_blocks(index, prompt_tokens, hashes, request.split_token)
+            self.granted_blocks -= len(found)
+            self.used_blocks += cache.count_free(found)
+            request.part_table = cache.open_table(index, prompt_tokens, hashes, found)
+            request.sent_tokens = len(found) * self.setup.block_size_tokens
+
+    def give_up_room(self, request: SimRequest) -> None:
+        """Take back what was kept for a prompt that was cut."""
+        self.ungrant(self._open_room(request))
         self.num_incoming -= 1
-        request.num_blocks = request.part_blocks
+        self.note_change()
+
+    def take_part(self, request: SimRequest, num_tokens: int) -> None:
+        """Go on with a prompt that was cut.
+
+        Args:
+            request: It.
+            num_tokens: Tokens from its first one on whose KV has come.
+        """
+        block_size, cache, before = self.setup.block_size_tokens, self.cache, num_tokens
+        self.ungrant(self._open_room(request))
+        num_found = 0
+        if cache is not None:
+            index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
+            found = cache.find_cached_blocks(index, prompt_tokens, hashes, prompt_tokens - 1)
+            num_found = len(found)
+            self.used_blocks += cache.count_free(found)
+            request.table = cache.open_table(index, prompt_tokens, hashes, found)
+            before = max(before, num_found * block_size)
+            cache.extend(request.table, before)
+            cache.num_queried_tokens += prompt_tokens - num_tokens
+            cache.num_hit_tokens += before - num_tokens
+        # As vLLM does it takes blocks by the chunk from now on; papers' engines have all of them at once.
+        request.num_blocks = -(-(before if self.schedules_ahead else request.prompt_tokens) // block_size)
+        self.used_blocks += request.num_blocks - num_found
+        if self.prefills.freed is not None:
+            self.prefills.freed.take(-(-before // block_size))
+        self.num_incoming -= 1
         request.state = RequestState.QUEUED
         request.target = self.engine_id
-        self.prefills.add_part(request)
-        request.split_token = request.part_tokens = request.part_blocks = request.sent_tokens = 0
+        self.prefills.add_part(request, before)
+        request.split_token = request.part_tokens = request.sent_tokens = request.part_move = 0
         self.note_change()
+
+    def free_part(self, request: SimRequest) -> None:
+        """Free the beginning of a prompt whose rest is computed here too: it may find it again."""
+        num_blocks, num_tokens = request.num_blocks, request.part_tokens
+        self.pinned_blocks -= num_blocks
+        if self.cache is not None:
+            self.free_kv(num_blocks, num_tokens, request.source_table)
+        else:
+            prefills, num_cached = self.prefills, num_tokens // self.setup.block_size_tokens
+            if prefills.freed is None:
+                prefills.freed = FreedBlocks(self.count_schedulable_blocks() + prefills.count_promised_blocks())
+            self.used_blocks -= num_blocks
+            self.has_freed_blocks = True
+            if self.schedules_ahead:
+                prefills.freed.expect(request.index)
+                prefills.defer_part(request.index, num_blocks, num_cached)
+            else:
+                prefills.freed.free_preempted(request.index, num_blocks, num_cached)
+        request.num_blocks = request.part_tokens = request.split_token = request.sent_tokens = 0
+        request.source_table = None
+        self.note_change()
+
+    def _open_room(self, request: SimRequest) -> int:
+        """Let go of cached blocks that were held for a prompt; returns those that are granted without content."""
+        num_granted = request.part_blocks
+        if request.part_table is not None:
+            assert self.cache is not None
+            num_granted -= request.part_table.num_found
+            self.used_blocks -= self.cache.release(request.part_table)
+        request.part_table = None
+        request.part_blocks = 0
+        return num_granted
 
     def recompute_arrival(self, request: SimRequest) -> None:
         """Take a request over whose KV will not arrive: it is recomputed here."""

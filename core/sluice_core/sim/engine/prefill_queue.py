@@ -43,6 +43,7 @@ class PrefillQueue:
         max_started: Prefills that have started and may go on in this iteration, the first ones.
         withheld_tokens: Room that one of the others was given in vain.
         completing: Prefills that the iteration under way completes.
+        begun: Beginnings of prompts that were cut and that have got their first chunk, until somebody takes them.
         returned: Prompts that the last ``schedule`` gave back to the router.
         deferred_blocks: Blocks that became free after the iteration was decided on, where that is done ahead.
         deferred_cached_blocks: Those of them that are full.
@@ -55,11 +56,13 @@ class PrefillQueue:
         "_block_size",
         "_cache",
         "_deferred",
+        "_deferred_parts",
         "_policy",
         "_started",
         "_takes_by_chunk",
         "_waiting",
         "batch",
+        "begun",
         "completing",
         "deferred_blocks",
         "deferred_cached_blocks",
@@ -98,6 +101,7 @@ class PrefillQueue:
         self.num_chunks = 0
         self.reserved_blocks = 0
         self.completing: list[SimRequest] = []
+        self.begun: list[SimRequest] = []
         self.returned: list[SimRequest] = []
         self.deferred_blocks = 0
         self.deferred_cached_blocks = 0
@@ -109,6 +113,7 @@ class PrefillQueue:
         self._waiting: list[_Waiting] = []
         self._started: list[SimRequest] = []
         self._deferred: list[_Waiting] = []
+        self._deferred_parts: list[tuple[int, int, int]] = []
         self._takes_by_chunk = takes_by_chunk
         self._batch_number = 0
         self.may_admit = True
@@ -126,7 +131,7 @@ class PrefillQueue:
         request.kind = kind
         request.num_computed_tokens = request.num_cached_tokens = 0
         tokens = request.prompt_tokens + request.generated_tokens
-        if kind is RequestKind.NEW_PROMPT and request.is_cut:
+        if request.is_cut:
             tokens = request.split_token
         request.prefill_tokens = tokens
         first, second = self._policy.order_key(kind, request.arrival_s, request.priority)
@@ -141,10 +146,10 @@ class PrefillQueue:
         self.queued_work2 += tokens * tokens
         self._count_kind(kind, 1)
 
-    def add_part(self, request: SimRequest) -> None:
-        """Go on with a prompt that was cut, with the KV of what another engine has computed and all blocks."""
+    def add_part(self, request: SimRequest, before: int) -> None:
+        """Go on with a prompt that was cut, with the KV of its first ``before`` tokens."""
         request.kind = RequestKind.STARTED_PREFILL
-        request.num_computed_tokens = request.num_cached_tokens = before = request.part_tokens
+        request.num_computed_tokens = request.num_cached_tokens = before
         request.prefill_tokens = tokens = request.prompt_tokens
         first, second = self._policy.order_key(request.kind, request.arrival_s, request.priority)
         request.order = (first, second, request.index)
@@ -321,12 +326,21 @@ class PrefillQueue:
     def release_deferred(self) -> None:
         """From now on what came and became free since the last iteration began is scheduled."""
         if self.freed is not None:
+            for index, num_blocks, num_cached in self._deferred_parts:
+                self.freed.free_preempted(index, num_blocks, num_cached)
+                self.deferred_blocks -= num_blocks
             self.freed.free(self.deferred_blocks, self.deferred_cached_blocks)
             assert not self.freed.num_overdrawn, "more blocks were taken than are free"
         self.deferred_blocks = self.deferred_cached_blocks = 0
+        self._deferred_parts.clear()
         for entry in self._deferred:
             heappush(self._waiting, entry)
         self._deferred.clear()
+
+    def defer_part(self, index: int, num_blocks: int, num_cached: int) -> None:
+        """Free the blocks of a beginning in ``release_deferred``, for its request to find there: see ``FreedBlocks``."""
+        self.deferred_blocks += num_blocks
+        self._deferred_parts.append((index, num_blocks, num_cached))
 
     def count_promised_blocks(self) -> int:
         """Count the blocks that started prefills have reserved and not taken."""
@@ -378,6 +392,8 @@ class PrefillQueue:
         self.num_tokens += tokens
         self.num_chunks += 1
         self.queued_tokens -= tokens
+        if request.split_token and request.is_cut and request.kind is RequestKind.NEW_PROMPT:
+            self.begun.append(request)
         if self._cache is not None:
             assert request.table is not None
             self._cache.extend(request.table, after)
@@ -422,7 +438,7 @@ class PrefillQueue:
         request.table = cache.open_table(request.index, request.prompt_tokens, request.block_hashes, found)
         tokens = self._skip(request, len(found))
         if request.kind is RequestKind.NEW_PROMPT:
-            cache.num_queried_tokens += request.prompt_tokens
+            cache.num_queried_tokens += request.prefill_tokens
             cache.num_hit_tokens += tokens
 
     def _reclaim_freed(self, request: SimRequest) -> int:
@@ -472,6 +488,10 @@ class PrefillQueue:
             self.queued_work2 -= request.prefill_tokens * request.prefill_tokens
             self._count_kind(RequestKind.NEW_PROMPT, -1)
             self.returned.append(request)
+            if self.freed is not None:
+                self.freed.forget(request.index)
+                if not self.freed.is_needed:
+                    self.freed = None
 
 
 def _order_of(request: SimRequest) -> tuple[int, float, int]:

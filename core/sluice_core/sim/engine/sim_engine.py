@@ -111,12 +111,26 @@ class SimEngine(MovingRequests):
         Returns:
             Its submit number.
         """
+        self._note_submit(request)
+        self.enqueue(request, kind)
+        return self._num_submitted
+
+    def submit_whole(self, request: SimRequest) -> int:
+        """Queue the whole prompt whose beginning has ended here: what it held is free, and it may find it again.
+
+        Returns:
+            Its submit number.
+        """
+        self.free_part(request)
+        self._note_submit(request)
+        self.prefills.add(request, RequestKind.NEW_PROMPT, is_deferred=self.schedules_ahead)
+        return self._num_submitted
+
+    def _note_submit(self, request: SimRequest) -> None:
         self._num_submitted += 1
         request.state = RequestState.QUEUED
         request.target = self.engine_id
         request.is_moved_in = False
-        self.enqueue(request, kind)
-        return self._num_submitted
 
     def configure(self, role: Role, chunk_size_tokens: int, *, is_draining: bool) -> None:
         """Put a plan in force."""
@@ -417,6 +431,7 @@ class SimEngine(MovingRequests):
         self.counters.num_completed_prefill_tokens += request.prefill_tokens - request.num_cached_tokens
         request.part_tokens = request.prefill_tokens
         request.state = RequestState.MOVING
+        request.source_table, request.table = request.table, None
         self.pinned_blocks += request.num_blocks
         self.parted.append(request)
 

@@ -27,6 +27,7 @@ class HandOffStep(IntEnum):
     OFFER = 6
     PULL = 7
     COPIED = 8
+    WHOLE = 9
 
 
 # An engine handles messages between two iterations, when the next one is scheduled already. So, counting ends of
@@ -63,6 +64,7 @@ ITERATION_ENDS = {
     HandOffStep.OFFER: 1,
     HandOffStep.PULL: 1,
     HandOffStep.COPIED: 3,
+    HandOffStep.WHOLE: 0,
 }
 _AT_SOURCE = (HandOffStep.HAND_OFF, HandOffStep.OFFER)
 _WHILE_IT_DECODES = (
@@ -89,14 +91,18 @@ class SimMove:
     __slots__ = (
         "batch_epoch",
         "cause",
+        "is_cut",
         "is_granted",
         "is_handed_off",
+        "is_reading",
+        "is_waiting",
         "num_blocks",
         "num_copied_tokens",
         "num_kv_tokens",
         "num_offered_tokens",
         "num_parts",
         "number",
+        "renewed_s",
         "request",
         "source",
         "step",
@@ -128,6 +134,10 @@ class SimMove:
         self.table: BlockTable | None = None  # what the source holds, with prefix reuse
         self.num_offered_tokens = self.num_copied_tokens = 0  # from the first one on
         self.num_parts = 0
+        self.is_cut = False  # of a prompt whose first part the source computes (``cut_hand_offs``)
+        self.is_reading = False  # then: a part of its KV is on its way
+        self.is_waiting = False  # then: there is nothing to send before the source's next iteration ends
+        self.renewed_s = 0.0  # then: when the grant was given, or the last part came
 
 
 class SimHandOffs:
