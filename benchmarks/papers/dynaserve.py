@@ -72,9 +72,9 @@ class System:
 
 
 def make_dynaserve(**rules: bool | int) -> System:
-    """Make DynaServe with rules other than the product's."""
+    """Make DynaServe with rules other than the product's: without others, answers alone are cut."""
     return System(
-        strategy=replace(get_strategy("dynaserve"), policies=DynaServeRules(**rules)),  # type: ignore[arg-type]
+        strategy=replace(get_strategy("dynaserve"), policies=DynaServeRules(**{"cuts_prompts": False} | rules)),  # type: ignore[arg-type]
         chunks=(16_384, 16_384),
     )
 

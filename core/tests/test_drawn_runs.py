@@ -75,9 +75,8 @@ def draw_cell(rng, name):
     """Draws what a cell may have; an option that another rules out is left out."""
     strategy, shape = DRAWN[name]
     blocks = rng.choice((26, 60, 150, 400, 2000))
-    cuts = name in {"dynaserve, cut prompts", "dynaserve, sides"}
-    is_ahead = rng.random() < 0.5 and not cuts
-    reuses = rng.random() < 0.3 and not cuts
+    is_ahead = rng.random() < 0.5
+    reuses = rng.random() < 0.3
     order = rng.choice(list(PrefillOrder))
     may_stop = name.startswith("flowprefill") and not is_ahead and order is not PrefillOrder.CHUNKED_EDF
     operators = rng.choice((0, 40, 240)) if may_stop else 0
@@ -171,20 +170,19 @@ def draw_events(rng, engines, *, has_roles):
 
 def crowd(rng, cell, name):
     """Makes a cell crowded; the first engine keeps its role, so that somebody serves."""
-    cuts = name in {"dynaserve, cut prompts", "dynaserve, sides"}
     blocks, seats = rng.choice((24, 32, 48, 80)), rng.choice((2, 4, 8, 32))
     speed = LinkSpeed(bytes_per_s=rng.choice((5e7, 3e8, 3e9)))
     engines = [
         replace(each, kv_blocks_total=blocks, max_num_seqs=seats, link=replace(each.link, speed=speed))
         for each in cell.engines
     ]
-    reuses = not cuts and rng.random() < 0.5
+    reuses = rng.random() < 0.5
     options = replace(
         cell.options,
         no_grant=rng.choice((NoGrant.WAIT, NoGrant.IN_PLACE)),
         hash_block_tokens=rng.choice((16, 32, 48)) if reuses else None,
         prefix_report_s=rng.choice((None, 0.0, 0.1)) if reuses else None,
-        schedules_ahead=not cuts and engines[0].operators_per_iteration == 0 and rng.random() < 0.6,
+        schedules_ahead=engines[0].operators_per_iteration == 0 and rng.random() < 0.6,
     )
     events = []
     for number, setup in enumerate(engines):

@@ -199,7 +199,8 @@ def test_a_whole_trace_of_a_pair():
         Arrival(at_s=at_s, prompt_tokens=prompt, output_tokens=output, slo=Slo(ttft_s=9.0, tpot_s=0.2))
         for at_s, prompt, output in ((0.0, 600, 100), (0.01, 200, 100), (0.02, 400, 200), (0.03, 100, 300))
     ]
-    simulation = run(make_cell(output_lengths=LengthsKnown.EXACT), arrivals)
+    answers = replace(DYNASERVE, policies=DynaServeRules(cuts_prompts=False))
+    simulation = run(replace(make_cell(output_lengths=LengthsKnown.EXACT), strategy=answers), arrivals)
     first, second = (engine.counters for engine in simulation.engines)
     assert (first.num_prefill_tokens, second.num_prefill_tokens) == (600 + 200, 400 + 100)
     assert first.num_output_tokens == 1 + 1 + (200 - 1) + (300 - 230)

@@ -1,4 +1,4 @@
-"""Prompts that two simulated engines compute: who computes what and when, and nothing lost whatever happens meanwhile."""
+"""Prompts that two simulated engines compute: who computes what and when, and nothing lost whatever happens."""
 
 import random
 from dataclasses import replace
@@ -16,7 +16,6 @@ from sluice_core.records import EngineId, MoveCause, Role
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.sim_setup import (
     AddEngineEvent,
-    Arrival,
     Cell,
     ConfigureEvent,
     FailEvent,
@@ -135,7 +134,7 @@ def test_room_is_asked_for_when_the_first_part_begins(mode):
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_what_either_engine_has_cached_is_not_computed_or_sent_again(is_ahead):
-    """The same prompt three times: each engine finds its part of it, and of the other's part what came over the link."""
+    """The same prompt three times: each engine finds its part, the second one also what came over the link."""
     options = {"schedules_ahead": is_ahead, "hash_block_tokens": BLOCK_SIZE}
     cell = replace(make_cell(blocks=4000, **options), strategy=cut_at(800))
     arrivals = [

@@ -28,6 +28,7 @@ from sluice_core.sim.sim_setup import (
 )
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
+from sluice_core.strategies.dynaserve import DynaServeRules
 from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
 P, D = Role.PREFILL_HEAVY, Role.DECODE_HEAVY
@@ -62,7 +63,7 @@ STRATEGIES = {
     "aggregated, least work": (get_strategy("aggregated").vary(placement="least_work"), ((3, 96),)),
     "disaggregated": (get_strategy("disaggregated"), ((2, 2048), (2, 0))),
     "sluice": (get_strategy("sluice"), ((3, 2048),)),
-    "dynaserve": (get_strategy("dynaserve"), ((3, 2048),)),
+    "dynaserve": (replace(get_strategy("dynaserve"), policies=DynaServeRules(cuts_prompts=False)), ((3, 2048),)),
     "ecoserve": (get_strategy("ecoserve"), ((3, 2048),)),
     "disaggregated, 1:3": (get_strategy("disaggregated"), ((1, 2048), (3, 0))),
 }

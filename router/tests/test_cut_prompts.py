@@ -176,6 +176,24 @@ def test_without_room_on_the_second_engine_the_first_one_computes_all(reason, st
     assert stream.finish.usage.num_recoveries == 0
 
 
+def test_the_table_knows_of_the_rest_that_the_first_engine_computes():
+    harness = make_harness()
+    harness.cores["e1"].refuse_grants = "kv"
+    request_id, stream = start(harness)
+    harness.step("e0")
+    harness.deliver_up("e0")
+    while harness.down["e1"] or harness.up["e1"]:
+        harness.deliver_down("e1")
+        harness.deliver_up("e1")
+    table, block_size = harness.state.engines.table, harness.engines["e0"].spec.block_size_tokens
+    waiting = table["e0"].in_flight[request_id]
+    assert waiting.tokens == PROMPT - CUT // block_size * block_size
+    assert waiting.blocks == -(-PROMPT // block_size)
+    assert waiting.execute_s > 0.0
+    check_end(harness, stream)
+    assert not table["e0"].in_flight
+
+
 def test_room_that_comes_while_the_first_part_is_computed_is_asked_for_again():
     harness = make_harness(steps=4)
     harness.cores["e1"].refuse_grants = "kv"

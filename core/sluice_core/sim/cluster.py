@@ -292,7 +292,8 @@ class SimCluster:
             request.num_blocks, request.source_table = 0, None
             self.recover(request)
             return
-        router, cached = self.routers.of_request(request.index), {source.engine_id: request.part_tokens}
+        router, block_size = self.routers.of_request(request.index), source.setup.block_size_tokens
+        cached = {source.engine_id: request.part_tokens // block_size * block_size}
         self._report_loads(router)
         record_prefill(self.now, request.describe_prefill(cached), router.table, source.engine_id)
         number = source.submit_whole(request)

@@ -10,7 +10,7 @@ Source: DistServe (arXiv:2401.09670), section 4.3; DynaServe (arXiv:2504.09285),
 
 from __future__ import annotations
 
-from sluice_router.scheduling import dispatch, failover
+from sluice_router.scheduling import dispatch, failover, placement
 from sluice_router.scheduling.entities import KeptKv, LiveRequest
 from sluice_router.scheduling.moves import migration
 from sluice_router.scheduling.state import RouterState
@@ -53,11 +53,9 @@ def _place_cut(state: RouterState, request: LiveRequest, kept: KeptKv, now: floa
     if engine.is_draining:
         dispatch.enqueue(state.requests, request, now)
         return
-    dispatch.submit(state, request, engine, now)
-    num_output, is_recovery = len(request.output_token_ids), request.first_token_s is not None
-    state.decision_log.record(
-        now, request.request_id, "submitted", engine.engine_id, request.fence, num_output, is_recovery
-    )
+    block_size_tokens = engine.spec.block_size_tokens
+    num_cached_tokens = kept.kv.num_tokens // block_size_tokens * block_size_tokens
+    placement.submit_whole(state, request, engine, num_cached_tokens, now)
 
 
 def expire(state: RouterState, now: float) -> None:

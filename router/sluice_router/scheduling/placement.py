@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 from sluice_core.records import EngineId, Hold, Place, PrefillRequest
 from sluice_core.scheduling.engine_table import EngineTable
+from sluice_core.scheduling.prefill_feasibility import record_prefill
 from sluice_core.scheduling.waiting_order import Urgency, select_urgent
 from sluice_core.strategies.interface import RouterPolicy
 from sluice_router.errors import SloInfeasibleError
 from sluice_router.scheduling import completion, dispatch, prefixes
-from sluice_router.scheduling.entities import LiveRequest
+from sluice_router.scheduling.entities import ConnectedEngine, LiveRequest
 from sluice_router.scheduling.state import EnginePool, RequestQueues, RouterState
 
 # Shortest time between two placements of the whole queue, and most requests placed at once: bounds the loop's pauses.
@@ -116,21 +117,25 @@ def _find_avoided(table: EngineTable, request: LiveRequest) -> frozenset[EngineI
     return frozenset(avoided) if has_others else frozenset()
 
 
-def _place(state: RouterState, request: LiveRequest, decision: Place, now: float) -> None:
-    engine = state.engines.connected[decision.engine_id]
-    del state.requests.waiting[request.request_id]
-    request.excluded = frozenset()
-    request.prompt_hashes.clear()
-    request.route = decision.route
+def submit_whole(
+    state: RouterState, request: LiveRequest, engine: ConnectedEngine, num_cached_tokens: int, now: float
+) -> None:
+    """Submits a prompt to the engine that has the KV of its first tokens; the table has to be told."""
+    prefill = PrefillRequest(
+        request_id=request.request_id,
+        arrival_s=request.new.arrival_s,
+        prompt_tokens=request.num_tokens,
+        slo=request.slo,
+        cached_tokens={engine.engine_id: num_cached_tokens},
+    )
+    record_prefill(now, prefill, state.engines.table, engine.engine_id)
+    _submit(state, request, engine, now)
+
+
+def _submit(state: RouterState, request: LiveRequest, engine: ConnectedEngine, now: float) -> None:
+    """Submits a request to an engine in whose queue the table counts it already."""
     dispatch.submit(state, request, engine, now)
     state.engines.table.mark_submitted(engine.engine_id, request.request_id, engine.num_submits)
-    if request.new.owner and request.first_token_s is None:
-        state.fair_share.place(request.new.owner, request.num_tokens, state.limiter.find_weight(request.new.owner))
-    role = engine.role.value if engine.role is not None else ""
-    state.metrics.count("placements", role, decision.reason)
-    state.metrics.queue_s[request.new.slo_class].observe(max(0.0, now - request.waiting_since_s))
-    if request.first_token_s is None and math.isfinite(decision.predicted_ttft_s):
-        request.predicted_ttft_s = decision.predicted_ttft_s
     state.decision_log.record(
         now,
         request.request_id,
@@ -140,6 +145,22 @@ def _place(state: RouterState, request: LiveRequest, decision: Place, now: float
         len(request.output_token_ids),
         request.first_token_s is not None,
     )
+
+
+def _place(state: RouterState, request: LiveRequest, decision: Place, now: float) -> None:
+    engine = state.engines.connected[decision.engine_id]
+    del state.requests.waiting[request.request_id]
+    request.excluded = frozenset()
+    request.prompt_hashes.clear()
+    request.route = decision.route
+    _submit(state, request, engine, now)
+    if request.new.owner and request.first_token_s is None:
+        state.fair_share.place(request.new.owner, request.num_tokens, state.limiter.find_weight(request.new.owner))
+    role = engine.role.value if engine.role is not None else ""
+    state.metrics.count("placements", role, decision.reason)
+    state.metrics.queue_s[request.new.slo_class].observe(max(0.0, now - request.waiting_since_s))
+    if request.first_token_s is None and math.isfinite(decision.predicted_ttft_s):
+        request.predicted_ttft_s = decision.predicted_ttft_s
     if request.route:
         first, second = request.route
         kind, num_tokens = "split", request.split_output_tokens

@@ -338,7 +338,7 @@ class PrefillQueue:
         self._deferred.clear()
 
     def defer_part(self, index: int, num_blocks: int, num_cached: int) -> None:
-        """Free the blocks of a beginning in ``release_deferred``, for its request to find there: see ``FreedBlocks``."""
+        """Free the blocks of a beginning in ``release_deferred``; its request finds them (``FreedBlocks``)."""
         self.deferred_blocks += num_blocks
         self._deferred_parts.append((index, num_blocks, num_cached))
 
