@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice_core.kv_blocks import blocks_for_tokens
-from sluice_core.records import EngineId, IterationShape, RequestId, Role
+from sluice_core.records import EngineId, IterationShape, PrefillRequest, RequestId, Role, Slo
 from sluice_core.scheduling.engine_state import EngineLoad, get_queue_rank, get_view
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
+from sluice_core.scheduling.prefill_feasibility import record_prefill
 
 SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
 A, B = EngineId("a"), EngineId("b")
@@ -70,6 +71,31 @@ def test_an_engine_that_can_take_nothing_leaves_the_order(table, change, reason)
     change(table)
     assert table.blocked[A].blocked_reason == reason
     assert [get_view(entry).engine_id for entry in table.order] == [B]
+
+
+def test_a_prompt_that_goes_where_its_beginning_is_counts_without_it(table):
+    prompt = PrefillRequest(
+        request_id=RequestId("r1"),
+        arrival_s=0.0,
+        prompt_tokens=400,
+        slo=Slo(ttft_s=1.0, tpot_s=0.1),
+        cached_tokens={A: 160},
+    )
+    before_s = max(1.0, table[A].free_at_s)
+    record_prefill(1.0, prompt, table, A)
+    waiting = table[A].in_flight[RequestId("r1")]
+    assert (waiting.tokens, waiting.blocks, waiting.placed_at_s) == (240, 25, 1.0)
+    assert table[A].free_at_s == pytest.approx(before_s + waiting.execute_s)
+    assert waiting.execute_s > 0.0
+
+
+def test_a_prompt_counts_on_an_engine_that_has_just_lost_its_room(table):
+    table.configure(A, role=Role.PREFILL_HEAVY, chunk_size_tokens=0)
+    prompt = PrefillRequest(
+        request_id=RequestId("r1"), arrival_s=0.0, prompt_tokens=400, slo=Slo(ttft_s=1.0, tpot_s=0.1)
+    )
+    record_prefill(1.0, prompt, table, A)
+    assert (table[A].queued_prefill_tokens, table[A].in_flight[RequestId("r1")].execute_s) == (400, 0.0)
 
 
 def test_own_placements_count_until_a_report_includes_them(table):

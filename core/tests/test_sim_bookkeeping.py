@@ -255,7 +255,7 @@ def test_whatever_changes_a_load_makes_the_engine_report_anew(hash_block_tokens)
             for index in (1, 2)
         ),
     )
-    cut = make_request(3, split_token=16, part_tokens=16, part_blocks=3)
+    cut, whole = (make_request(index, split_token=16, part_tokens=16, num_blocks=1) for index in (3, 4))
     steps = [
         lambda: engine.submit(first, RequestKind.NEW_PROMPT),
         lambda: engine.start(1.0),
@@ -274,7 +274,11 @@ def test_whatever_changes_a_load_makes_the_engine_report_anew(hash_block_tokens)
         lambda: engine.receive(coming),
         lambda: engine.reserve(3),
         lambda: engine.recompute_arrival(lost),
-        *([] if hash_block_tokens else [lambda: engine.reserve(3), lambda: engine.take_part(cut)]),
+        lambda: engine.keep_room(cut, 3),
+        lambda: engine.give_up_room(cut),
+        lambda: engine.keep_room(cut, 3),
+        lambda: engine.take_part(cut, 16),
+        *([] if hash_block_tokens else [lambda: engine.submit_whole(whole)]),
         lambda: engine.configure(Role.DECODE_HEAVY, 32, is_draining=False),
     ]
     for number, step in enumerate(steps):
