@@ -40,8 +40,8 @@ def list_events(cell, arrivals):
     return simulation, (iterations, transfers, requests, gaps, simulation.num_blocked_moves)
 
 
-def list_plain_events(cell, arrivals):
-    naive = NaiveAheadSimulation(cell, arrivals).run()
+def list_plain_events(cell, arrivals, plain=NaiveAheadSimulation):
+    naive = plain(cell, arrivals).run()
     requests, num_gaps, gaps_s = [], 0, 0.0
     for request in naive.requests:
         if request.is_rejected:

@@ -43,7 +43,14 @@ class CutHandOffs(SimHandOffs):
         self._moves: dict[int, SimMove] = {}  # of cut prompts
         self._kept: dict[int, SimRequest] = {}  # their beginning has ended, and is submitted nowhere yet
 
-    def ask_for_part(self, request: SimRequest, source: SimEngine) -> bool:
+    def begin_parts(self, source: SimEngine, begun: list[SimRequest]) -> None:
+        """Ask for room for beginnings that have got their first chunk, between two iterations of the source."""
+        outer, self._at_boundary = self._at_boundary, source
+        for request in begun:
+            self._ask_for_part(request, source)
+        self._at_boundary = outer
+
+    def _ask_for_part(self, request: SimRequest, source: SimEngine) -> bool:
         """Ask the planned engine for room; returns whether there is one to ask."""
         cluster = self._cluster
         num_blocks = blocks_for_tokens(request.prompt_tokens + 1, source.setup.block_size_tokens)
@@ -235,7 +242,7 @@ class CutHandOffs(SimHandOffs):
         move.target.take_part(move.request, num_tokens)
 
     def _ask_once_more(self, request: SimRequest, source: SimEngine) -> None:
-        if not self.ask_for_part(request, source):
+        if not self._ask_for_part(request, source):
             self._send_whole(request, source)
 
     def _send_whole(self, request: SimRequest, source: SimEngine) -> None:

@@ -39,12 +39,12 @@ class CutPrompts:
     def note_begun(self, engine: SimEngine) -> None:
         """Ask for room for the beginnings that have got their first chunk."""
         begun, engine.prefills.begun = engine.prefills.begun, []
+        self.computing.setdefault(engine.engine_id, []).extend(begun)
+        if self._hand_offs is not None:
+            self._hand_offs.begin_parts(engine, begun)
+            return
         for request in begun:
-            self.computing.setdefault(engine.engine_id, []).append(request)
-            if self._hand_offs is not None:
-                self._hand_offs.ask_for_part(request, engine)
-            else:
-                self._ask_for_room(request, engine)
+            self._ask_for_room(request, engine)
 
     def end_iteration(self, engine: SimEngine) -> None:
         """Send what an iteration has computed of the beginnings; those that have ended go to the other engine."""
