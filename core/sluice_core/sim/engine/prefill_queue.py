@@ -148,6 +148,7 @@ class PrefillQueue:
 
     def add_part(self, request: SimRequest, before: int) -> None:
         """Go on with a prompt that was cut, with the KV of its first ``before`` tokens."""
+        self.lift_preemption_limits()  # those of an iteration in which no prefill was there to be limited
         request.kind = RequestKind.STARTED_PREFILL
         request.num_computed_tokens = request.num_cached_tokens = before
         request.prefill_tokens = tokens = request.prompt_tokens
