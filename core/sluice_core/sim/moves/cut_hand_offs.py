@@ -50,19 +50,6 @@ class CutHandOffs(SimHandOffs):
             self._ask_for_part(request, source)
         self._at_boundary = outer
 
-    def _ask_for_part(self, request: SimRequest, source: SimEngine) -> bool:
-        """Ask the planned engine for room; returns whether there is one to ask."""
-        cluster = self._cluster
-        num_blocks = blocks_for_tokens(request.prompt_tokens + 1, source.setup.block_size_tokens)
-        target = cluster.find_target(request, MoveCause.SPLIT, source, num_blocks)
-        if target is None:
-            cluster.num_blocked_moves += 1
-            return False
-        move = self._begin_part(request, source, target, num_blocks)
-        cluster.note_grant_request(request, target, move.number, num_blocks)
-        self._send(HandOffStep.GRANT, move)
-        return True
-
     def end_parts(self, source: SimEngine, computing: list[SimRequest], parted: list[SimRequest]) -> None:
         """Go on with beginnings at the end of an iteration.
 
@@ -114,6 +101,19 @@ class CutHandOffs(SimHandOffs):
                 self._drop_step(move.step, move)
             else:
                 self._queue_step(engine, move.step, move)
+
+    def _ask_for_part(self, request: SimRequest, source: SimEngine) -> bool:
+        """Ask the planned engine for room; returns whether there is one to ask."""
+        cluster = self._cluster
+        num_blocks = blocks_for_tokens(request.prompt_tokens + 1, source.setup.block_size_tokens)
+        target = cluster.find_target(request, MoveCause.SPLIT, source, num_blocks)
+        if target is None:
+            cluster.num_blocked_moves += 1
+            return False
+        move = self._begin_part(request, source, target, num_blocks)
+        cluster.note_grant_request(request, target, move.number, num_blocks)
+        self._send(HandOffStep.GRANT, move)
+        return True
 
     def _begin_part(self, request: SimRequest, source: SimEngine, target: SimEngine, num_blocks: int) -> SimMove:
         self._num_moves += 1
