@@ -24,7 +24,7 @@ from typing import Final
 
 from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
 from sluice_core.records import RequestId, Role
-from sluice_core.saved_tpot import SavedTpot
+from sluice_core.saved_tpot import NO_OBJECTIVE_S, SavedTpot
 
 # The static key and the plain formula differ by rounding; candidates are checked by the latter.
 _ROUNDING_S: Final = 1e-6
@@ -204,7 +204,7 @@ class DecodeSet:
             output_tokens=output_tokens,
             output_tokens_since_reset=output_tokens_since_reset,
             first_token_s=first_token_s,
-            tpot_slo_s=tpot_slo_s,
+            tpot_slo_s=min(tpot_slo_s, NO_OBJECTIVE_S),  # of infinity there is no key: times 0 it is no number
             is_moved_in=is_moved_in,
             split_tokens=split_tokens,
         )
@@ -346,8 +346,6 @@ class DecodeSet:
 
         A decode that stays is listed again when it has ``SPLIT_RETRY_TOKENS`` more, then twice as many, and so on.
         """
-        if not self._splits or self._splits[0][0] > self._iteration:
-            return []
         found: list[Decode] = []
         while self._splits and self._splits[0][0] <= self._iteration:
             decode = heapq.heappop(self._splits)[2]
