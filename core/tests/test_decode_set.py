@@ -1,5 +1,6 @@
 """What strategies ask of an engine's decodes: their slack, what they have saved, and who is new or due."""
 
+import gc
 import math
 import random
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from sluice_core.records import RequestId
 from sluice_core.scheduling.decode_flow import PROPOSAL_BACKOFF_S, propose_all
-from sluice_core.scheduling.decode_set import LOST_BACK_OFF_S, SPLIT_LEAD_TOKENS, SPLIT_RETRY_TOKENS, DecodeSet
+from sluice_core.scheduling.decode_set import LOST_BACK_OFF_S, SPLIT_LEAD_TOKENS, SPLIT_RETRY_TOKENS, Decode, DecodeSet
 
 ALPHA = 0.75
 
@@ -85,7 +86,7 @@ def run_history(events):
     return decodes, members, now
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     events=st.lists(
         st.tuples(st.sampled_from(["join", "join", "leave", "correct", "advance", "advance"]), st.integers(0, 999)),
@@ -131,6 +132,22 @@ def test_decodes_without_an_objective_do_not_stand_in_each_others_way():
         decodes.leave(RequestId(name))
     assert decodes.get_longest() is None
     assert decodes.least_tpot_slo_s == math.inf
+
+
+def test_decodes_that_moved_in_are_forgotten_when_they_leave():
+    """Also where no policy asks for a ranking."""
+
+    def count_decodes():
+        return sum(type(each) is Decode for each in gc.get_objects())
+
+    decodes, num_before = make_decodes(), count_decodes()
+    for number in range(99):
+        join(decodes, f"r{number}", moved=True)
+        decodes.advance()
+        if number:
+            decodes.leave(RequestId(f"r{number - 1}"))
+    assert count_decodes() - num_before == 1
+    assert list_names(decodes.list_recently_moved()) == ["r98"]
 
 
 # --- nobody waits for a decode that has lost its objective ---

@@ -232,9 +232,9 @@ class FlowPolicy:
             if (
                 state is not source
                 and not state.is_draining
-                and not (excluded and state.engine_id in excluded)
                 and state.committed_kv_blocks + num_blocks <= share * state.load.kv_blocks_total
                 and state.num_committed_seqs + 1 <= share * state.config.max_num_seqs
+                and state.engine_id not in excluded
             ):
                 found.append(state)
         return found

@@ -237,6 +237,8 @@ class DecodeSet:
         self._get_saved(decode).remove(decode.tpot_slo_s, decode.start_iteration, decode.first_token_s)
         self._unrank(decode)
         self._withdraw_proposal(decode)
+        while self._recently_moved and self._recently_moved[0].has_left:  # not every policy refreshes the ranking
+            self._recently_moved.popleft()
 
     def advance(self, skipped: Iterable[RequestId] = ()) -> None:
         """Count an iteration in which every member gained one token.
@@ -301,9 +303,7 @@ class DecodeSet:
             if not decode.has_left:
                 self._withdraw_proposal(decode)
                 self._rank(decode)
-        while self._recently_moved and (
-            self._recently_moved[0].has_left or self._iteration - self._recently_moved[0].join_iteration >= min_tokens
-        ):
+        while self._recently_moved and self._iteration - self._recently_moved[0].join_iteration >= min_tokens:
             decode = self._recently_moved.popleft()
             if not decode.has_left and decode.proposed_blocks is None:
                 self._rank(decode)
