@@ -122,6 +122,19 @@ def test_what_is_said_of_decodes_is_what_a_plain_count_says(events, num_gaps, ca
     assert decodes.find_least_slack_s(now) == math.inf
 
 
+def test_what_a_decode_has_saved_follows_its_output_length():
+    decodes, name = make_decodes(), RequestId("r")
+    join(decodes, name, now=10.0, output_tokens=3, tpot_s=1.0, tau=0.5)
+    decodes.advance()
+    assert decodes.compute_mean_saved_tpot_s(10.0) == pytest.approx(4 * 0.5 - 2.0)
+    decodes.advance([name])
+    assert decodes.compute_mean_saved_tpot_s(10.0) == pytest.approx(4 * 0.5 - 2.0)
+    decodes.set_output_tokens(name, 9)
+    assert decodes.compute_mean_saved_tpot_s(10.0) == pytest.approx(9 * 0.5 - 2.0)
+    decodes.leave(name)
+    assert decodes.compute_mean_saved_tpot_s(10.0) == math.inf
+
+
 def test_decodes_without_an_objective_do_not_stand_in_each_others_way():
     """Their place is a number: infinity times 0 is none, and a search for it would find others."""
     decodes = make_decodes()
