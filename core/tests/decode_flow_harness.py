@@ -26,16 +26,16 @@ def make_decodes(role=D, *, total=1000, used=0, pinned=0, max_num_seqs=1000):
     return decodes
 
 
-def join(decodes, name, *, now=0.0, output_tokens=1, length=None, tpot_s=0.0, tau=TAU, moved=False, prompt_tokens=160):
+def join(decodes, name, *, now=0.0, output_tokens=1, length=None, tpot_s=0.0, tau=TAU, moved=False, **fields):
     """Join a decode whose TPOT so far is ``tpot_s``."""
     decodes.join(
         RequestId(name),
-        prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         output_tokens_since_reset=output_tokens if length is None else length,
         first_token_s=now - tpot_s * (output_tokens - 1),
         tpot_slo_s=tau,
         is_moved_in=moved,
+        **{"prompt_tokens": 160} | fields,
     )
 
 

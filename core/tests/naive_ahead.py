@@ -452,7 +452,6 @@ class NaiveAheadSimulation(NaiveSimulation):
         self.report()
         blocks = blocks_for_tokens(request.kv_tokens, source.block)
         asked = FlowRequest(
-            request_id=request.name,
             cause=cause,
             source=source.setup.engine_id,
             num_blocks=blocks,

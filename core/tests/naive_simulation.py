@@ -565,7 +565,6 @@ class NaiveSimulation:
         blocks = blocks_for_tokens(request.kv_tokens, source.block)
         assert blocks == request.blocks
         asked = FlowRequest(
-            request_id=request.name,
             cause=cause,
             source=source.setup.engine_id,
             num_blocks=request.blocks,

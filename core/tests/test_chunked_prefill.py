@@ -94,7 +94,44 @@ def test_papers_count_prefill_tokens_alone():
     assert policy.limits(NOW, make_batch(num_decodes=100, max_batch_tokens=300)).prefill_budget_tokens == 200
 
 
-@pytest.mark.parametrize("hidden", [RequestKind.RECOMPUTE, RequestKind.STARTED_PREFILL, RequestKind.NEW_PROMPT])
+@pytest.mark.parametrize(
+    ("room", "context", "least", "tokens"),
+    [
+        (-4096, 0, 16, -4096),
+        (0, 0, 16, 0),
+        (1, 0, 16, 1),
+        (640, 0, 16, 512),
+        (639, 0, 16, 511),
+        (896, 512, 16, 512),
+        (895, 512, 16, 511),
+        (64, 1 << 20, 16, 16),
+        (8, 1 << 20, 16, 8),
+    ],
+    ids=[
+        "overdrawn",
+        "none",
+        "a token",
+        "attention of its own",
+        "a room of one less",
+        "attention to a context",
+        "a room of one less than that",
+        "the least progress",
+        "of a smaller room",
+    ],
+)
+def test_a_chunk_fills_the_room_with_its_attention(room, context, least, tokens):
+    """A token pair takes 1/1024: a chunk of 512 takes 128 for its own pairs, and 256 for those with 512 before it."""
+    limits = POLICY.limits(NOW, make_batch(num_new_prompts=1))
+    assert limits.fit_chunk(room, context, least) == room
+    assert limits.count_room(512, 512) == 512
+    limits.room_per_work = 1 / 1024
+    assert limits.fit_chunk(room, context, least) == tokens
+    assert limits.count_room(512, 512) == 512 + 128 + 256
+
+
+@pytest.mark.parametrize(
+    "hidden", [RequestKind.DECODE, RequestKind.RECOMPUTE, RequestKind.STARTED_PREFILL, RequestKind.NEW_PROMPT]
+)
 def test_each_class_is_hidden_by_its_own_switch(hidden):
     limits = BatchLimits(
         token_budget=1,
@@ -104,6 +141,7 @@ def test_each_class_is_hidden_by_its_own_switch(hidden):
         runs_started_prefills=hidden is not RequestKind.STARTED_PREFILL,
         runs_new_prompts=hidden is not RequestKind.NEW_PROMPT,
         returns_new_prompts=False,
+        withholds_decodes=hidden is RequestKind.DECODE,
     )
     assert not limits.is_minimum_progress
     also = {RequestKind.RECOVERY} if hidden is RequestKind.RECOMPUTE else set()

@@ -94,9 +94,11 @@ def test_a_moved_decode_is_never_at_home():
 
 def test_a_decode_that_left_while_it_was_fresh_does_not_come_back():
     decodes = make_decodes()
-    join(decodes, "r", moved=True)
-    decodes.leave(RequestId("r"))
+    for name in ("first", "behind"):
+        join(decodes, name, moved=True)
+    decodes.leave(RequestId("behind"))
     decodes.refresh_ranking(0.0, min_tokens=0, alpha=0.96)
+    decodes.leave(RequestId("first"))
     assert decodes.get_longest() is None
 
 

@@ -140,7 +140,6 @@ def list_targets(rng, router, table, now):
     for cause in MoveCause:
         for source in engine_ids[:3]:
             move = FlowRequest(
-                request_id=RequestId("m"),
                 cause=cause,
                 source=source,
                 num_blocks=rng.choice((1, 60, 400)),

@@ -142,16 +142,6 @@ def test_decodes_are_proposed_shortly_before_their_part_ends_and_again_ever_more
     assert seen == [first, first + SPLIT_RETRY_TOKENS, first + 3 * SPLIT_RETRY_TOKENS, first + 7 * SPLIT_RETRY_TOKENS]
 
 
-def test_a_decode_that_was_left_out_of_iterations_is_proposed_later():
-    policy, decodes = make_policy()
-    join(decodes, "split", split_tokens=10)
-    for iteration in range(1, 8):
-        decodes.advance([RequestId("split")] if iteration <= 3 else [])
-        assert not policy.propose(NOW, decodes)
-    decodes.advance()
-    assert [move.output_tokens for move in policy.propose(NOW, decodes)] == [6]
-
-
 def test_a_draining_engine_proposes_everything():
     policy, decodes = make_policy()
     join(decodes)

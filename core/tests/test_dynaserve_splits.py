@@ -372,7 +372,6 @@ def test_the_second_part_runs_where_it_was_planned_to(changes, target):
     router = DYNASERVE.make_router(StrategyParameters(), random.Random(1))
     table = make_table(make_load(), make_load(kv_blocks_used=500), make_load(kv_blocks_used=900))
     values = {
-        "request_id": RequestId("r"),
         "cause": MoveCause.SPLIT,
         "source": EngineId("e0"),
         "num_blocks": 500,
@@ -384,7 +383,6 @@ def test_the_second_part_runs_where_it_was_planned_to(changes, target):
 def test_another_strategy_carries_no_plan_out():
     router = get_strategy("taichi").make_router(StrategyParameters(), random.Random(1))
     request = FlowRequest(
-        request_id=RequestId("r"),
         cause=MoveCause.SPLIT,
         source=EngineId("e0"),
         num_blocks=1,

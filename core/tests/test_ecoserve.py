@@ -206,32 +206,6 @@ def test_decodes_of_this_phase_and_those_without_an_objective_do_not_count():
     assert decodes.compute_mean_saved_tpot_s(NOW) == math.inf
 
 
-@given(st.lists(st.tuples(st.sampled_from(("join", "leave", "advance", "skip")), st.integers(0, 9)), max_size=40))
-def test_sums_of_saved_tpots_are_those_of_the_members(steps):
-    decodes = DecodeSet(block_size_tokens=16, max_num_seqs=256)
-    members: dict[int, tuple[float, float]] = {}
-    counted: set[int] = set()
-    for step, number in steps:
-        if step == "join" and number not in members:
-            members[number] = (NOW - number, math.inf if number == 9 else 0.01 * (1 + number))
-            join(decodes, str(number), members[number][0], 1 + number, members[number][1])
-        elif step == "leave":
-            members.pop(number, None)
-            decodes.leave(RequestId(str(number)))
-            counted.discard(number)
-        elif step in ("advance", "skip"):
-            skipped = [RequestId(str(number))] if step == "skip" and number in members else []
-            decodes.advance(skipped)
-            counted = set(members)
-    saved = [
-        decodes.output_tokens(RequestId(str(number))) * objective_s - (NOW + 1.0 - first_token_s)
-        for number, (first_token_s, objective_s) in members.items()
-        if number in counted and objective_s < math.inf
-    ]
-    expected = sum(saved) / len(saved) if saved else math.inf
-    assert decodes.compute_mean_saved_tpot_s(NOW + 1.0) == pytest.approx(expected)
-
-
 # --- routers: Algorithms 1 and 2 -----------------------------------------------------------------------------------
 
 

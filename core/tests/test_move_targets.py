@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from decode_flow_harness import BLOCK, D, P, make_policy
 
-from sluice_core.records import EngineId, MoveCause, RequestId
+from sluice_core.records import EngineId, MoveCause
 from sluice_core.scheduling.decode_flow import (
     FlowRequest,
 )
@@ -33,7 +33,6 @@ def make_table(*engines):
 
 def find_target(table, cause, *, source="e0", blocks=5, excluded=()):
     request = FlowRequest(
-        request_id=RequestId("r"),
         cause=cause,
         source=EngineId(source),
         num_blocks=blocks,
@@ -122,7 +121,7 @@ def test_excluded_engines_are_no_targets():
 
 def test_equally_used_targets_are_picked_at_random():
     table, policy = make_table((P, 0, {}), (D, 0, {}), (D, 0, {})), make_policy()
-    request = FlowRequest(request_id=RequestId("r"), cause=DONE, source=EngineId("e0"), num_blocks=1)
+    request = FlowRequest(cause=DONE, source=EngineId("e0"), num_blocks=1)
     counts = Counter(policy.target(0.0, request, table) for _ in range(200))
     assert min(counts["e1"], counts["e2"]) > 60
 

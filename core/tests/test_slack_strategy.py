@@ -399,7 +399,6 @@ def target(
     (placed,) = router.assign(10.0, [make_prefill("before", tokens=prompt_tokens)], make_table(EngineLoad()))
     assert isinstance(placed, Place)
     move = FlowRequest(
-        request_id=RequestId("r"),
         cause=MoveCause.PREFILL_DONE,
         source=EngineId(source),
         num_blocks=100,
@@ -431,7 +430,7 @@ def test_decodes_gather_on_the_fullest_engine_that_keeps_their_objective():
 
 def test_drains_move_wherever_there_is_room():
     router = SLUICE.make_router(StrategyParameters(), random.Random(1))
-    move = FlowRequest(request_id=RequestId("r"), cause=MoveCause.DRAIN, source=EngineId("e0"), num_blocks=100)
+    move = FlowRequest(cause=MoveCause.DRAIN, source=EngineId("e0"), num_blocks=100)
     assert router.target(10.0, move, make_table(EngineLoad(), EngineLoad())) == "e1"
 
 

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-from sluice_core.records import EngineId, MoveCause, MoveProposal, RequestId, Role
+from sluice_core.records import EngineId, MoveCause, MoveProposal, Role
 from sluice_core.scheduling.decode_set import Decode, DecodeSet
 from sluice_core.scheduling.engine_table import EngineState, EngineTable
 from sluice_core.strategy_parameters import StrategyParameters
@@ -33,7 +33,6 @@ class FlowRequest:
     """A request that needs a target.
 
     Args:
-        request_id: The request.
         cause: Why it moves.
         source: Where it runs.
         num_blocks: KV blocks it needs on the target.
@@ -42,7 +41,6 @@ class FlowRequest:
         planned_target: Where its next part was planned to run; None: it has none.
     """
 
-    request_id: Final[RequestId]
     cause: Final[MoveCause]
     source: Final[EngineId]
     num_blocks: Final[int]
@@ -53,7 +51,6 @@ class FlowRequest:
     def __init__(
         self,
         *,
-        request_id: RequestId,
         cause: MoveCause,
         source: EngineId,
         num_blocks: int,
@@ -61,7 +58,6 @@ class FlowRequest:
         excluded: frozenset[EngineId] = frozenset(),
         planned_target: EngineId | None = None,
     ) -> None:
-        self.request_id = request_id
         self.cause = cause
         self.source = source
         self.num_blocks = num_blocks
@@ -236,9 +232,9 @@ class FlowPolicy:
             if (
                 state is not source
                 and not state.is_draining
-                and not (excluded and state.engine_id in excluded)
                 and state.committed_kv_blocks + num_blocks <= share * state.load.kv_blocks_total
                 and state.num_committed_seqs + 1 <= share * state.config.max_num_seqs
+                and state.engine_id not in excluded
             ):
                 found.append(state)
         return found

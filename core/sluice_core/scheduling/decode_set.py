@@ -24,7 +24,7 @@ from typing import Final
 
 from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
 from sluice_core.records import RequestId, Role
-from sluice_core.saved_tpot import SavedTpot
+from sluice_core.saved_tpot import NO_OBJECTIVE_S, SavedTpot
 
 # The static key and the plain formula differ by rounding; candidates are checked by the latter.
 _ROUNDING_S: Final = 1e-6
@@ -204,7 +204,7 @@ class DecodeSet:
             output_tokens=output_tokens,
             output_tokens_since_reset=output_tokens_since_reset,
             first_token_s=first_token_s,
-            tpot_slo_s=tpot_slo_s,
+            tpot_slo_s=min(tpot_slo_s, NO_OBJECTIVE_S),  # of infinity there is no key: times 0 it is no number
             is_moved_in=is_moved_in,
             split_tokens=split_tokens,
         )
@@ -237,6 +237,8 @@ class DecodeSet:
         self._get_saved(decode).remove(decode.tpot_slo_s, decode.start_iteration, decode.first_token_s)
         self._unrank(decode)
         self._withdraw_proposal(decode)
+        while self._recently_moved and self._recently_moved[0].has_left:  # not every policy refreshes the ranking
+            self._recently_moved.popleft()
 
     def advance(self, skipped: Iterable[RequestId] = ()) -> None:
         """Count an iteration in which every member gained one token.
@@ -301,9 +303,7 @@ class DecodeSet:
             if not decode.has_left:
                 self._withdraw_proposal(decode)
                 self._rank(decode)
-        while self._recently_moved and (
-            self._recently_moved[0].has_left or self._iteration - self._recently_moved[0].join_iteration >= min_tokens
-        ):
+        while self._recently_moved and self._iteration - self._recently_moved[0].join_iteration >= min_tokens:
             decode = self._recently_moved.popleft()
             if not decode.has_left and decode.proposed_blocks is None:
                 self._rank(decode)
@@ -346,8 +346,6 @@ class DecodeSet:
 
         A decode that stays is listed again when it has ``SPLIT_RETRY_TOKENS`` more, then twice as many, and so on.
         """
-        if not self._splits or self._splits[0][0] > self._iteration:
-            return []
         found: list[Decode] = []
         while self._splits and self._splits[0][0] <= self._iteration:
             decode = heapq.heappop(self._splits)[2]

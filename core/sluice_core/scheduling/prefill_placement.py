@@ -90,7 +90,12 @@ class LengthAwarePlacement:
             decisions.append(decision)
         return decisions
 
-    def order(self, now: float, waiting: list[PrefillRequest], engines: EngineTable) -> list[PrefillRequest]:
+    def order(
+        self,
+        now: float,  # noqa: ARG002 - another placement may need the time
+        waiting: list[PrefillRequest],
+        engines: EngineTable,  # noqa: ARG002 - and the engines
+    ) -> list[PrefillRequest]:
         """Order what waits, the first to be placed first.
 
         Args:
@@ -98,7 +103,6 @@ class LengthAwarePlacement:
             waiting: Requests in any order.
             engines: The engines.
         """
-        del now, engines
         if len(waiting) > 1:
             waiting.sort(key=get_urgency)
         return waiting

@@ -241,7 +241,6 @@ class SimCluster:
         router = self.routers.of_request(request.index)
         self._report_loads(router)
         flow_request = FlowRequest(
-            request_id=request.request_id,
             cause=cause,
             source=source.engine_id,
             num_blocks=num_blocks,

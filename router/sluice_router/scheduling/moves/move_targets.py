@@ -42,7 +42,6 @@ def pick_target(
             if engine.migrations_in >= cap or engine.fingerprint != source.fingerprint
         }
         flow_request = FlowRequest(
-            request_id=request.request_id,
             cause=cause,
             source=source.engine_id,
             num_blocks=blocks_for_tokens(request.num_tokens + 1, source.spec.block_size_tokens),
