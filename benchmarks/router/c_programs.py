@@ -33,7 +33,11 @@ def build(name: str) -> Path:
     unfinished = program.with_suffix(".new")
     try:
         subprocess.run(
-            ["cc", *FLAGS, "-o", unfinished, source, "-lm", "-ldl"], check=True, capture_output=True, text=True, timeout=120
+            ["cc", *FLAGS, "-o", unfinished, source, "-lm", "-ldl"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
     except FileNotFoundError as error:
         raise RuntimeError("the benchmark needs a C compiler named cc") from error

@@ -1,39 +1,40 @@
 """CPU that TLS and API keys of clients cost our router, per token, per request and per connection, each in turn.
 
     PYTHONPATH=build/compiled .venv/bin/python benchmarks/router/guard_cost.py [--turns N] [--streams N] [--json PATH]
-    PYTHONPATH=build/compiled .venv/bin/python benchmarks/router/guard_cost.py --connections      # new ones, too
+    PYTHONPATH=build/compiled .venv/bin/python benchmarks/router/guard_cost.py --units connection [--key-type rsa]
 
 In a turn the same router runs in the open, with TLS, with keys, and with both. Each is measured under long streams and
 under one-token streams, on connections that stay open. Figures are CPU above that of an idle router. A ratio compares
-two trials of one turn. ``--connections`` adds one-token streams on a connection each: in the open, and with TLS with
-and without the session of an earlier connection.
+two trials of one turn. A new connection costs what a one-token stream on one of its own costs above one on an open
+connection: in the open, and with TLS with and without the session of an earlier connection.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import secrets
 import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import c_programs
+import contestants
 import machine_usage
 import report
 import trial
-import trustme
 from contestants import Sluice
 from load_generator import TrafficWorkload
 from run import add_common_options, make_site
+from secrets_of_clients import KEY_TYPES, write_secrets
 
 OPEN, TLS, KEYS, BOTH = "in the open", "TLS", "API keys", "TLS and API keys"
-NUM_OWNERS = 100
-KEYS_OF_OWNER = 10
+KEY = "sk-of-the-benchmark-0123456789abcdef0123456789"
 TOKEN, REQUEST, CONNECTION, RESUMED = "token", "request", "new connection", "new connection, session resumed"
-NEW_CONNECTIONS = ("--new-connections",)
-KEY_TYPES = {"ecdsa": trustme.KeyType.ECDSA, "rsa": trustme.KeyType.RSA}
+UNITS = {"token": (TOKEN,), "request": (REQUEST,), "connection": (REQUEST, CONNECTION, RESUMED)}
+
+# Microseconds by unit and guards.
+Costs = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +56,9 @@ class Case:
 
 def make_routers(options: argparse.Namespace, folder: Path) -> dict[str, Sluice]:
     """Makes the router with each choice of guards; their certificate and keys are in a folder."""
-    certificate = trustme.CA().issue_cert("127.0.0.1", key_type=KEY_TYPES[options.key_type])
-    tls, keys = folder / "front", folder / "keys"
-    for path in (tls, keys):
-        path.mkdir()
-    certificate.private_key_pem.write_to_path(tls / "tls.key")
-    for pem in certificate.cert_chain_pems:
-        pem.write_to_path(tls / "tls.crt", append=True)
-    for number in range(NUM_OWNERS):
-        owned = [secrets.token_urlsafe(32) for _ in range(KEYS_OF_OWNER)]
-        (keys / f"owner-{number}").write_text("\n".join(owned))
+    tls, keys = write_secrets(folder, KEY, options.key_type)
     with_tls, with_keys = ("--front-tls", str(tls)), ("--api-keys", str(keys))
-    sends_tls, sends_key = ("--tls",), ("--api-key", owned[-1])
+    sends_tls, sends_key = ("--tls",), ("--api-key", KEY)
     router = Sluice(strategy=options.strategy)
     return {
         OPEN: router,
@@ -88,21 +80,26 @@ def make_cases(options: argparse.Namespace, routers: dict[str, Sluice]) -> list[
         seconds=options.seconds,
     )
     streams = replace(requests, rate=0.0, concurrency=options.streams, num_tokens=options.tokens)
-    cases = [
-        Case(guards=guards, unit=unit, router=router, workload=workload)
-        for unit, workload in ((TOKEN, streams), (REQUEST, requests))
-        for guards, router in routers.items()
+    connections = replace(requests, rate=options.connection_rate)
+    renewed, resumed = ("--new-connections",), ("--new-connections", "--resume-sessions")
+    choices: list[tuple[str, str, TrafficWorkload, tuple[str, ...]]] = [
+        *((TOKEN, guards, streams, ()) for guards in routers),
+        *((REQUEST, guards, requests, ()) for guards in routers),
+        (CONNECTION, OPEN, connections, renewed),
+        (CONNECTION, TLS, connections, renewed),
+        (RESUMED, TLS, connections, resumed),
     ]
-    if options.connections:
-        connections = replace(requests, rate=options.connection_rate)
-        for guards, unit, extra in (
-            (OPEN, CONNECTION, NEW_CONNECTIONS),
-            (TLS, CONNECTION, NEW_CONNECTIONS),
-            (TLS, RESUMED, (*NEW_CONNECTIONS, "--resume-sessions")),
-        ):
-            router = replace(routers[guards], load_arguments=routers[guards].load_arguments + extra)
-            cases.append(Case(guards=guards, unit=unit, router=router, workload=connections))
-    return cases
+    wanted = {unit for name in options.units for unit in UNITS[name]}
+    return [
+        Case(
+            guards=guards,
+            unit=unit,
+            router=replace(routers[guards], load_arguments=routers[guards].load_arguments + extra),
+            workload=workload,
+        )
+        for unit, guards, workload, extra in choices
+        if unit in wanted
+    ]
 
 
 def find_cost_us(case: Case, found: trial.Measurement, idle_cores: float) -> float:
@@ -121,29 +118,38 @@ def find_cost_us(case: Case, found: trial.Measurement, idle_cores: float) -> flo
     return (found.usage.router_cores - idle_cores) * 1e6 / per_s
 
 
-def measure_turn(cases: list[Case], site: trial.Site, files: trial.Files, label: str) -> dict[str, dict[str, float]]:
-    """Runs every case once; returns microseconds by unit and guards."""
-    costs_us: dict[str, dict[str, float]] = {}
+def measure_turn(cases: list[Case], site: contestants.Site, files: trial.Files, label: str) -> Costs:
+    """Runs every case once."""
+    costs: Costs = {}
     idle = trial.run_idle(cases[0].router, cases[0].workload, site, files)
     for case in cases:
         found = trial.run_trial(case.router, case.workload, site, files)
         cost_us = find_cost_us(case, found, idle.usage.router_cores)
-        costs_us.setdefault(case.unit, {})[case.guards] = cost_us
-        print(f"{label}: {case.guards}: {cost_us:.1f} us per {case.unit}; {trial.summarize(found)}", flush=True)
-    # Of a request on a new connection, only the connection is new.
-    for unit in (CONNECTION, RESUMED):
-        costs_us[unit] = {
-            guards: cost_us - costs_us[REQUEST][guards] for guards, cost_us in costs_us.get(unit, {}).items()
+        costs.setdefault(case.unit, {})[case.guards] = cost_us
+        what = f"a {case.unit} and its request" if case.unit in {CONNECTION, RESUMED} else case.unit
+        print(f"{label}: {case.guards}: {cost_us:.1f} us per {what}; {trial.summarize(found)}", flush=True)
+    return subtract_requests(costs)
+
+
+def subtract_requests(costs: Costs) -> Costs:
+    """Of a request on a new connection, leaves what the connection costs."""
+    return {
+        unit: {
+            guards: cost_us - (costs[REQUEST][guards] if unit in {CONNECTION, RESUMED} else 0.0)
+            for guards, cost_us in found.items()
         }
-    return {unit: costs for unit, costs in costs_us.items() if costs}
+        for unit, found in costs.items()
+    }
 
 
-def format_table(turns: list[dict[str, dict[str, float]]]) -> str:
+def format_table(turns: list[Costs]) -> str:
     """Makes the table: medians, ranges, and ratios to the open router by turn."""
     rows = []
-    for unit, guards in ((unit, guards) for unit, costs in turns[0].items() for guards in costs):
+    measured = [unit for unit in (TOKEN, REQUEST, CONNECTION, RESUMED) if unit in turns[0]]
+    for unit, guards in ((unit, guards) for unit in measured for guards in turns[0][unit]):
         costs = report.Spread.of([turn[unit][guards] for turn in turns])
-        ratios = report.Spread.of([turn[unit][guards] / turn[unit].get(OPEN, float("nan")) for turn in turns])
+        opens = [turn[CONNECTION if unit == RESUMED else unit][OPEN] for turn in turns]
+        ratios = report.Spread.of([turn[unit][guards] / open_us for turn, open_us in zip(turns, opens, strict=True)])
         rows.append([unit, guards, costs.format(1), "-" if guards == OPEN else ratios.format()])
     return report.format_table(("unit", "guards", "CPU us per unit", "ratio by turn"), rows)
 
@@ -151,12 +157,14 @@ def format_table(turns: list[dict[str, dict[str, float]]]) -> str:
 def parse_options() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--units", choices=UNITS, nargs="+", default=["token", "request"], help="what to measure")
     parser.add_argument("--turns", type=int, default=3, help="trials of each case (default %(default)s)")
     parser.add_argument("--streams", type=int, default=1000, help="long streams (default %(default)s)")
     parser.add_argument("--request-rate", type=float, default=400.0, help="one-token streams per second")
-    parser.add_argument("--connections", action="store_true", help="new connections, too")
     parser.add_argument("--connection-rate", type=float, default=100.0, help="new connections per second")
-    parser.add_argument("--key-type", choices=KEY_TYPES, default="ecdsa", help="of the certificate (P-256, or 2048 bits)")
+    parser.add_argument(
+        "--key-type", choices=KEY_TYPES, default="ecdsa", help="of the certificate: P-256, or 2,048 bits"
+    )
     parser.add_argument("--json", type=Path, help="result file")
     add_common_options(parser)
     return parser.parse_args()

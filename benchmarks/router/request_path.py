@@ -2,12 +2,12 @@
 
     .venv/bin/python benchmarks/router/request_path.py [--requests N] [--rounds N] [--unary] [--chat] [--json PATH]
     .venv/bin/python benchmarks/router/request_path.py --against OTHER_CHECKOUT
-    .venv/bin/python benchmarks/router/request_path.py --tls --keys [--tokens N]      # see guard_cost.py
+    .venv/bin/python benchmarks/router/request_path.py --tls --keys [--tokens N]
 
 In a round every connection of a child process sends one request and reads its answer. Messages to engines become
 HTTP/2 frames, which are dropped; the engine's answer comes at the next iteration of the loop, and each further token at
-the one after. The figure is the fastest round's CPU per request, which other programs disturb least. ``--against`` runs another checkout in turn and prints the
-ratio; what is imported, the tests' harness included, is each checkout's own.
+the one after. The figure is the fastest round's CPU per request, which other programs disturb least. ``--against`` runs
+another checkout in turn and prints the ratio; what is imported, the tests' harness included, is each checkout's own.
 """
 
 from __future__ import annotations
@@ -150,7 +150,13 @@ def make_http_request(options: argparse.Namespace) -> bytes:
     """Makes the request that all send."""
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "again"]
     text = " ".join(words[index % len(words)] for index in range(options.prompt_words))
-    fields = {"model": "tiny", "max_tokens": options.tokens, "stream": not options.unary, "temperature": 1.0, "ignore_eos": True}
+    fields = {
+        "model": "tiny",
+        "max_tokens": options.tokens,
+        "stream": not options.unary,
+        "temperature": 1.0,
+        "ignore_eos": True,
+    }
     prompt = {"messages": [{"role": "user", "content": text}]} if options.chat else {"prompt": text}
     body = json.dumps(fields | prompt).encode()
     path = "/v1/chat/completions" if options.chat else "/v1/completions"
