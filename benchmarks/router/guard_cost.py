@@ -145,13 +145,16 @@ def subtract_requests(costs: Costs) -> Costs:
 def format_table(turns: list[Costs]) -> str:
     """Makes the table: medians, ranges, and ratios to the open router by turn."""
     rows = []
-    measured = [unit for unit in (TOKEN, REQUEST, CONNECTION, RESUMED) if unit in turns[0]]
-    for unit, guards in ((unit, guards) for unit in measured for guards in turns[0][unit]):
+    for unit, guards in _list_figures(turns[0]):
         costs = report.Spread.of([turn[unit][guards] for turn in turns])
         opens = [turn[CONNECTION if unit == RESUMED else unit][OPEN] for turn in turns]
         ratios = report.Spread.of([turn[unit][guards] / open_us for turn, open_us in zip(turns, opens, strict=True)])
         rows.append([unit, guards, costs.format(1), "-" if guards == OPEN else ratios.format()])
     return report.format_table(("unit", "guards", "CPU us per unit", "ratio by turn"), rows)
+
+
+def _list_figures(costs: Costs) -> list[tuple[str, str]]:
+    return [(unit, guards) for unit in (TOKEN, REQUEST, CONNECTION, RESUMED) for guards in costs.get(unit, {})]
 
 
 def parse_options() -> argparse.Namespace:

@@ -84,7 +84,7 @@ async def measure_writes(options: argparse.Namespace, context: ssl.SSLContext | 
     await was_read.get()
     while len(everyone) < options.connections:  # noqa: ASYNC110 - once
         await asyncio.sleep(0.01)
-    event, costs_us = b"d" * options.event_bytes, []
+    event, costs_us = b"d" * options.event_bytes, list[float]()
     gc.collect()
     for _ in range(options.rounds):
         started_ns = time.thread_time_ns()
@@ -116,7 +116,7 @@ def measure_encryption(options: argparse.Namespace, context: ssl.SSLContext) -> 
                 continue
         down.read()
         writers.append((server.write, down.read))
-    event, costs_us = b"d" * options.event_bytes, []
+    event, costs_us = b"d" * options.event_bytes, list[float]()
     for _ in range(options.rounds):
         started_ns = time.thread_time_ns()
         for write, read in writers:
