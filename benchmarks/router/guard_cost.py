@@ -31,6 +31,7 @@ from secrets_of_clients import KEY_TYPES, write_secrets
 OPEN, TLS, KEYS, BOTH = "in the open", "TLS", "API keys", "TLS and API keys"
 KEY = "sk-of-the-benchmark-0123456789abcdef0123456789"
 TOKEN, REQUEST, CONNECTION, RESUMED = "token", "request", "new connection", "new connection, session resumed"
+GUARDS = {"tls": TLS, "keys": KEYS, "both": BOTH}
 UNITS = {"token": (TOKEN,), "request": (REQUEST,), "connection": (REQUEST, CONNECTION, RESUMED)}
 
 # Microseconds by unit and guards.
@@ -89,7 +90,8 @@ def make_cases(options: argparse.Namespace, routers: dict[str, Sluice]) -> list[
         (CONNECTION, TLS, connections, renewed),
         (RESUMED, TLS, connections, resumed),
     ]
-    wanted = {unit for name in options.units for unit in UNITS[name]}
+    units = {unit for name in options.units for unit in UNITS[name]}
+    chosen = {OPEN, *(GUARDS[name] for name in options.guards)}
     return [
         Case(
             guards=guards,
@@ -98,7 +100,7 @@ def make_cases(options: argparse.Namespace, routers: dict[str, Sluice]) -> list[
             workload=workload,
         )
         for unit, guards, workload, extra in choices
-        if unit in wanted
+        if unit in units and guards in chosen
     ]
 
 
@@ -161,6 +163,7 @@ def parse_options() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--units", choices=UNITS, nargs="+", default=["token", "request"], help="what to measure")
+    parser.add_argument("--guards", choices=GUARDS, nargs="+", default=list(GUARDS), help="beside none")
     parser.add_argument("--turns", type=int, default=3, help="trials of each case (default %(default)s)")
     parser.add_argument("--streams", type=int, default=1000, help="long streams (default %(default)s)")
     parser.add_argument("--request-rate", type=float, default=400.0, help="one-token streams per second")

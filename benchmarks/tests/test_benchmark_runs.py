@@ -102,16 +102,13 @@ def test_an_event_costs_more_with_tls(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="router and load are pinned to a core each")
-def test_guards_of_the_router_are_measured_on_open_new_and_resumed_connections(tmp_path: Path) -> None:
-    shape = ("--units", "connection", "--turns", "1", "--seconds", "1", "--warmup-seconds", "0.5", "--engines", "2")
-    rates = ("--request-rate", "30", "--connection-rate", "30")
-    (turn,) = run(tmp_path, "benchmarks/router/guard_cost.py", *shape, *rates)["turns"]
-    assert {unit: sorted(costs) for unit, costs in turn.items()} == {
-        "request": ["API keys", "TLS", "TLS and API keys", "in the open"],
-        "new connection": ["TLS", "in the open"],
-        "new connection, session resumed": ["TLS"],
-    }
-    assert all(cost_us > 0 for cost_us in turn["request"].values())
+def test_guards_of_the_router_are_measured_with_clients_that_have_both(tmp_path: Path) -> None:
+    shape = ("--units", "token", "--guards", "both", "--turns", "1", "--seconds", "1", "--warmup-seconds", "0.5")
+    load = ("--engines", "2", "--streams", "4", "--tokens", "4")
+    (turn,) = run(tmp_path, "benchmarks/router/guard_cost.py", *shape, *load)["turns"]
+    assert set(turn) == {"token"}
+    assert set(turn["token"]) == {"in the open", "TLS and API keys"}
+    assert all(cost_us > 0 for cost_us in turn["token"].values())
 
 
 def test_prefixes_are_compared_on_the_same_requests(tmp_path: Path) -> None:
