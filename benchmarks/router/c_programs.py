@@ -24,8 +24,8 @@ def build(name: str) -> Path:
     Raises:
         RuntimeError: There is no compiler, or it refuses the source; the message has its output.
     """
-    source, header = SOURCES / f"{name}.c", SOURCES / "bench.h"
-    content = source.read_bytes() + header.read_bytes() + " ".join(FLAGS).encode()
+    source = SOURCES / f"{name}.c"
+    content = b"".join(path.read_bytes() for path in (source, *sorted(SOURCES.glob("*.h")))) + " ".join(FLAGS).encode()
     program = BUILD / f"{name}-{hashlib.sha256(content).hexdigest()[:12]}"
     if program.is_file():
         return program
@@ -33,7 +33,11 @@ def build(name: str) -> Path:
     unfinished = program.with_suffix(".new")
     try:
         subprocess.run(
-            ["cc", *FLAGS, "-o", unfinished, source, "-lm"], check=True, capture_output=True, text=True, timeout=120
+            ["cc", *FLAGS, "-o", unfinished, source, "-lm", "-ldl"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
     except FileNotFoundError as error:
         raise RuntimeError("the benchmark needs a C compiler named cc") from error

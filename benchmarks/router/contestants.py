@@ -80,6 +80,10 @@ class Contestant(Protocol):
     def is_router(self) -> bool:
         """False for the stub and the load alone."""
 
+    @property
+    def load_arguments(self) -> tuple[str, ...]:
+        """Arguments of the load generator that the router needs of its clients."""
+
     def version(self) -> str:
         """Its version."""
 
@@ -97,6 +101,7 @@ class NoRouter:
 
     backend: Backend
     is_router: bool = False
+    load_arguments: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -122,6 +127,7 @@ class Nginx:
     name: str = "nginx"
     backend: Backend = "http"
     is_router: bool = True
+    load_arguments: tuple[str, ...] = ()
 
     def version(self) -> str:
         """Its version."""
@@ -191,6 +197,7 @@ class RustRouter:
     command: tuple[str | Path, ...]
     backend: Backend = "http"
     is_router: bool = True
+    load_arguments: tuple[str, ...] = ()
 
     def version(self) -> str:
         """Reads the version that ``peers.py`` installed."""
@@ -222,6 +229,8 @@ class Sluice:
         checkout: Root of the checkout that it runs from, or the folder of an installed wheel.
         split: File for the CPU of its stages (``traced_router.py``); None: it runs as it is.
         tracing: Variables that turn OpenTelemetry traces on.
+        guards: Arguments that turn TLS or API keys on.
+        load_arguments: Arguments of the load generator that go with them.
     """
 
     workers: int = 1
@@ -230,6 +239,8 @@ class Sluice:
     checkout: Path = c_programs.REPOSITORY
     split: Path | None = None
     tracing: Mapping[str, str] = field(default_factory=dict)
+    guards: tuple[str, ...] = ()
+    load_arguments: tuple[str, ...] = ()
     backend: Backend = "attach"
     is_router: bool = True
 
@@ -281,7 +292,7 @@ class Sluice:
             *("--metrics-port", str(control_port + 1)),
             *(("--share-ports", "true") if self.workers > 1 else ()),
             *("--model", str(site.model), "--engines", f"file:{engines}"),
-            *(RAW_PIECES_ARGUMENTS if self.is_text_off else ()),
+            *(*(RAW_PIECES_ARGUMENTS if self.is_text_off else ()), *self.guards),
         ]
 
     def _environment(self) -> dict[str, str]:

@@ -6,8 +6,10 @@
  *
  *   load --port P [--ports N] --concurrency N | --rate R --tokens N --prompt-tokens N --pieces FILE --stamps FILE
  *        [--warmup-s S] [--seconds S] [--unary] [--slow-percent P --stall-s S] [--disconnect-percent P] [--seed N]
+ *        [--api-key KEY] [--tls] [--new-connections [--resume-sessions]]
  *   load --calibrate                  speed of this core: a loop of arithmetic, a send + receive on loopback */
 #include "bench.h"
+#include "client_tls.h"
 
 #include <arpa/inet.h>
 #include <math.h>
@@ -66,11 +68,12 @@ static void print_histogram(const char *name, const struct histogram *histogram)
 
 /* ---- State ---- */
 
-enum state { CLOSED, CONNECTING, IDLE, IN_HEAD, IN_BODY };
+enum state { CLOSED, CONNECTING, SHAKING_HANDS, IDLE, IN_HEAD, IN_BODY };
 enum framing { BY_LENGTH, BY_CHUNKS, BY_CLOSE };
 
 struct connection {
   int fd;
+  void *tls; /* NULL: in the open */
   enum state state;
   enum framing framing;
   bool is_slow, is_stalled, is_done, is_first_of_connection, is_retrying;
@@ -84,7 +87,7 @@ struct connection {
 };
 
 struct counters {
-  uint64_t requests_started, requests_finished, tokens, disconnected, slow_aborted, dropped;
+  uint64_t requests_started, requests_finished, tokens, disconnected, slow_aborted, dropped, opened, resumed;
   uint64_t refused, broken, status_errors, short_answers, wrong_tokens, error_events, stuck;
 };
 
@@ -92,8 +95,8 @@ static struct settings {
   uint16_t port;
   uint32_t num_ports, concurrency, num_tokens, prompt_tokens;
   double rate, slow_percent, disconnect_percent, stall_s, warmup_s, seconds;
-  bool is_unary;
-  const char *model;
+  bool is_unary, is_encrypted, has_new_connections, resumes_sessions;
+  const char *model, *api_key;
 } settings;
 
 static struct connection *connections;
@@ -105,6 +108,7 @@ static struct histogram token_latency, added_ttft, request_latency, ttft, gap, s
 static uint64_t next_request, begin_ns, end_ns, next_arrival_ns, random_state;
 static int epoll_fd;
 static char first_error[256];
+static void *last_session; /* of TLS, for the next connection */
 
 static double uniform(void) {
   random_state ^= random_state << 13;
@@ -133,6 +137,8 @@ static void watch(struct connection *connection, uint32_t events, int operation)
 }
 
 static void hang_up(struct connection *connection, uint64_t retry_at_ns) {
+  if (connection->tls) tls_api.free(connection->tls);
+  connection->tls = NULL;
   if (connection->state != CLOSED) close(connection->fd);
   connection->state = CLOSED;
   connection->is_stalled = false;
@@ -193,6 +199,7 @@ static void send_request(struct connection *connection) {
   bool is_cut = uniform() * 100 < settings.disconnect_percent;
   connection->disconnect_at = is_cut ? 1 + (uint32_t)(uniform() * connection->num_tokens) : UINT32_MAX;
   char *body = message + room;
+  const char *scheme = *settings.api_key ? "Authorization: Bearer " : "", *end = *settings.api_key ? "\r\n" : "";
   size_t size = (size_t)sprintf(body, "{\"model\":\"%s\",\"prompt\":\"", settings.model);
   size += write_prompt(body + size, connection->request);
   size += (size_t)sprintf(body + size,
@@ -201,22 +208,38 @@ static void send_request(struct connection *connection) {
                           (unsigned long)connection->request);
   size_t head = (size_t)sprintf(message,
                                 "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:%u\r\nContent-Type: application/json\r\n"
-                                "Content-Length: %zu\r\n\r\n",
-                                settings.port, size);
+                                "%s%s%sContent-Length: %zu\r\n\r\n",
+                                settings.port, scheme, settings.api_key, end, size);
   memmove(message + head, body, size);
   volatile uint64_t *row = stamp_row(&stamps, connection->request);
   for (uint32_t i = 0; i <= connection->num_tokens; i++) row[i] = 0;
   connection->sent_ns = connection->last_token_ns = now_ns();
   connection->state = IN_HEAD;
   if (is_measured(connection->sent_ns)) counters.requests_started++;
-  ssize_t sent = send(connection->fd, message, head + size, MSG_NOSIGNAL);
+  ssize_t sent = connection->tls ? tls_write(connection->tls, message, head + size)
+                                 : send(connection->fd, message, head + size, MSG_NOSIGNAL);
   if (sent == (ssize_t)(head + size)) return;
   counters.broken++;
   note_error("send: %s", sent < 0 ? strerror(errno) : "only a part was taken");
   hang_up(connection, now_ns() + RETRY_NS);
 }
 
+static void keep_session(struct connection *connection) {
+  void *session = tls_api.get1_session(connection->tls);
+  if (!session) return;
+  if (last_session) tls_api.session_free(last_session);
+  last_session = session;
+}
+
 static void go_idle(struct connection *connection, uint64_t now) {
+  if (settings.has_new_connections) {
+    /* Tickets have come by now: TLS 1.3 sends them after the handshake. */
+    if (settings.resumes_sessions) keep_session(connection);
+    /* A session whose connection ends without a word is not resumed. */
+    if (connection->tls) tls_api.shutdown(connection->tls);
+    hang_up(connection, now);
+    return;
+  }
   connection->state = IDLE;
   if (settings.concurrency && now < end_ns + LINGER_NS) send_request(connection);
 }
@@ -401,17 +424,23 @@ static void take_bytes(struct connection *connection, const char *data, size_t s
 static char *rests[MAX_CONNECTIONS];
 static uint32_t rest_sizes[MAX_CONNECTIONS];
 
-static void receive(struct connection *connection) {
+/* Returns whether something came. */
+static bool receive(struct connection *connection) {
   static char buffer[RECEIVE_BYTES * 2];
   uint32_t id = (uint32_t)(connection - connections);
   size_t kept = rest_sizes[id], rest = 0;
   if (kept) memcpy(buffer, rests[id], kept);
   rest_sizes[id] = 0;
   size_t most = connection->is_slow ? 2048 : RECEIVE_BYTES;
-  ssize_t size = recv(connection->fd, buffer + kept, most, 0);
+  ssize_t size = connection->tls ? tls_read(connection->tls, buffer + kept, most)
+                                 : recv(connection->fd, buffer + kept, most, 0);
   uint64_t now = now_ns();
   if (size <= 0) {
-    if (size < 0 && errno == EAGAIN) return;
+    if (size < 0 && errno == EAGAIN) {
+      /* What was kept has been copied, and stays. */
+      rest_sizes[id] = (uint32_t)kept;
+      return false;
+    }
     if (connection->state == IN_BODY && connection->framing == BY_CLOSE) {
       end_answer(connection, now);
     } else {
@@ -422,11 +451,11 @@ static void receive(struct connection *connection) {
       counters.slow_aborted += connection->state >= IN_HEAD && connection->is_slow;
       hang_up(connection, now + RETRY_NS);
     }
-    return;
+    return true;
   }
   uint32_t before = connection->num_received;
   take_bytes(connection, buffer, kept + (size_t)size, now, &rest);
-  if (connection->state == CLOSED) return;
+  if (connection->state == CLOSED) return true;
   if (rest) {
     if (!rests[id]) rests[id] = allocate(NULL, RECEIVE_BYTES);
     if (rest > RECEIVE_BYTES) die("rest of %zu bytes", rest);
@@ -434,6 +463,24 @@ static void receive(struct connection *connection) {
     rest_sizes[id] = (uint32_t)rest;
   }
   if (connection->is_slow && !before && connection->num_received) stall(connection, now);
+  return true;
+}
+
+static void begin_requests(struct connection *connection) {
+  counters.opened++;
+  counters.resumed += connection->tls && tls_api.session_reused(connection->tls);
+  connection->state = IDLE;
+  send_request(connection);
+}
+
+static void shake_hands(struct connection *connection) {
+  if (tls_connect(connection->tls) == 1) {
+    begin_requests(connection);
+  } else if (errno != EAGAIN) {
+    counters.refused++;
+    note_error("TLS handshake: %s", strerror(errno));
+    hang_up(connection, now_ns() + RETRY_NS);
+  }
 }
 
 static void serve(struct connection *connection, uint32_t events) {
@@ -450,11 +497,20 @@ static void serve(struct connection *connection, uint32_t events) {
     }
     watch(connection, EPOLLIN, EPOLL_CTL_MOD);
     rest_sizes[connection - connections] = 0;
-    connection->state = IDLE;
-    send_request(connection);
+    if (!settings.is_encrypted) {
+      begin_requests(connection);
+      return;
+    }
+    connection->tls = tls_api.new(tls_api.context);
+    if (!connection->tls || !tls_api.set_fd(connection->tls, connection->fd)) die("TLS: no connection");
+    if (settings.resumes_sessions && last_session) tls_api.set_session(connection->tls, last_session);
+    connection->state = SHAKING_HANDS;
+  }
+  if (connection->state == SHAKING_HANDS) {
+    shake_hands(connection);
     return;
   }
-  receive(connection);
+  while (receive(connection) && connection->tls && tls_api.has_pending(connection->tls)) continue;
 }
 
 /* ---- Time ---- */
@@ -514,10 +570,11 @@ static void print_result(double cpu_s, uint64_t offered_tokens, uint64_t offered
   double seconds = (double)(end_ns - begin_ns) / 1e9;
   printf("{\"seconds\":%.3f,\"cpu_s\":%.4f,\"offered_tokens\":%lu,\"offered_requests\":%lu", seconds, cpu_s,
          (unsigned long)offered_tokens, (unsigned long)offered_requests);
-  printf(",\"tokens\":%lu,\"requests_started\":%lu,\"requests_finished\":%lu,\"disconnected\":%lu,\"slow_aborted\":%lu",
+  printf(",\"tokens\":%lu,\"requests_started\":%lu,\"requests_finished\":%lu,\"disconnected\":%lu,\"slow_aborted\":%lu"
+         ",\"opened\":%lu,\"resumed\":%lu",
          (unsigned long)counters.tokens, (unsigned long)counters.requests_started,
          (unsigned long)counters.requests_finished, (unsigned long)counters.disconnected,
-         (unsigned long)counters.slow_aborted);
+         (unsigned long)counters.slow_aborted, (unsigned long)counters.opened, (unsigned long)counters.resumed);
   printf(",\"errors\":{\"dropped\":%lu,\"refused\":%lu,\"broken\":%lu,\"status\":%lu,\"short\":%lu,\"wrong_tokens\":%lu,"
          "\"error_events\":%lu,\"stuck\":%lu},\"first_error\":\"%s\"",
          (unsigned long)counters.dropped, (unsigned long)counters.refused, (unsigned long)counters.broken,
@@ -641,11 +698,18 @@ int main(int count, char **values) {
       .warmup_s = number_option(count, values, "--warmup-s", 3),
       .seconds = number_option(count, values, "--seconds", 5),
       .is_unary = has_option(count, values, "--unary"),
+      .is_encrypted = has_option(count, values, "--tls"),
+      .has_new_connections = has_option(count, values, "--new-connections"),
+      .resumes_sessions = has_option(count, values, "--resume-sessions"),
       .model = option(count, values, "--model", "tiny"),
+      .api_key = option(count, values, "--api-key", ""),
   };
   if ((settings.concurrency > 0) == (settings.rate > 0)) die("give one of --concurrency and --rate");
   if (settings.concurrency > MAX_CONNECTIONS) die("--concurrency: at most %d", MAX_CONNECTIONS);
   if (!settings.num_tokens || !settings.prompt_tokens || !settings.num_ports) die("counts are above 0");
+  if (settings.resumes_sessions && !settings.is_encrypted) die("--resume-sessions needs --tls");
+  if (strlen(settings.api_key) > 512) die("--api-key: at most 512 characters");
+  if (settings.is_encrypted) load_tls();
   pieces = load_pieces(option(count, values, "--pieces", NULL));
   stamps = map_stamps(option(count, values, "--stamps", NULL));
   if (settings.num_tokens >= stamps.columns) die("--tokens: the table of stamps holds %lu", (unsigned long)stamps.columns - 1);

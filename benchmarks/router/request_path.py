@@ -2,11 +2,12 @@
 
     .venv/bin/python benchmarks/router/request_path.py [--requests N] [--rounds N] [--unary] [--chat] [--json PATH]
     .venv/bin/python benchmarks/router/request_path.py --against OTHER_CHECKOUT
+    .venv/bin/python benchmarks/router/request_path.py --tls --keys [--tokens N]
 
 In a round every connection of a child process sends one request and reads its answer. Messages to engines become
-HTTP/2 frames, which are dropped; the engine's answer comes at the next iteration of the loop. The figure is the fastest
-round's CPU per request, which other programs disturb least. ``--against`` runs another checkout in turn and prints the
-ratio; what is imported, the tests' harness included, is each checkout's own.
+HTTP/2 frames, which are dropped; the engine's answer comes at the next iteration of the loop, and each further token at
+the one after. The figure is the fastest round's CPU per request, which other programs disturb least. ``--against`` runs
+another checkout in turn and prints the ratio; what is imported, the tests' harness included, is each checkout's own.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ import multiprocessing
 import os
 import pstats
 import socket
+import ssl
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from secrets_of_clients import write_secrets
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
 OWN_ROOT = Path(__file__).parents[2]
 WARM_UP_ROUNDS = 5
 READ_BYTES = 1 << 16
+KEY = "sk-of-the-benchmark-0123456789abcdef0123456789"
 # What goes over the pipe to the child and back.
 NEXT, LAST = True, False
 # DATA (0) of stream 1 without flags, as gRPC's servers send it.
@@ -47,15 +53,17 @@ class EngineSide:
         router: The data plane.
         loop: Its event loop.
         token_id: What every answer consists of.
+        num_tokens: Tokens of an answer.
 
     Attributes:
         spent_ns: CPU that the engines' side took, which is none of the router's.
     """
 
-    def __init__(self, router: Any, loop: asyncio.AbstractEventLoop, token_id: int) -> None:
+    def __init__(self, router: Any, loop: asyncio.AbstractEventLoop, token_id: int, num_tokens: int) -> None:
         self._router = router
         self._loop = loop
         self._token_id = token_id
+        self._num_tokens = num_tokens
         self._streams: dict[str, Any] = {}
         self.spent_ns = 0
 
@@ -77,9 +85,14 @@ class EngineSide:
         self._streams[engine.engine_id].send(message)
         if message.submits:
             started_ns = time.thread_time_ns()
-            answer = _answer(message, self._token_id)
-            self._loop.call_soon(self._streams[engine.engine_id].data_received, answer)
+            answer = [_answer(message, self._token_id, index, self._num_tokens) for index in range(self._num_tokens)]
+            self._loop.call_soon(self._deliver, self._streams[engine.engine_id], answer)
             self.spent_ns += time.thread_time_ns() - started_ns
+
+    def _deliver(self, stream: Any, answer: list[bytes]) -> None:
+        stream.data_received(answer.pop(0))
+        if answer:
+            self._loop.call_soon(self._deliver, stream, answer)
 
     def close(self, engine: Any, reason: str) -> None:
         """Fails: no engine is lost here."""
@@ -97,14 +110,14 @@ class _Dropping(asyncio.Transport):
         raise AssertionError("the stream was given up")
 
 
-def _answer(message: engine_pb2.AttachRequest, token_id: int) -> bytes:
+def _answer(message: engine_pb2.AttachRequest, token_id: int, index: int, num_tokens: int) -> bytes:
     from sluice.v1 import engine_pb2 as engine  # noqa: PLC0415 - after the checkout is chosen
     from sluice.v1 import sampling_pb2 as sampling  # noqa: PLC0415
 
     slots = [submit.slot for submit in message.submits]
-    answer = engine.AttachResponse(slots=slots, token_ids=[token_id] * len(slots), output_indexes=[0] * len(slots))
-    for slot in slots:
-        answer.finished.add(slot=slot, reason=sampling.FINISH_REASON_LENGTH, num_output_tokens=1)
+    answer = engine.AttachResponse(slots=slots, token_ids=[token_id] * len(slots), output_indexes=[index] * len(slots))
+    for slot in slots if index == num_tokens - 1 else ():
+        answer.finished.add(slot=slot, reason=sampling.FINISH_REASON_LENGTH, num_output_tokens=num_tokens)
     answer.load.kv_blocks_total = 1 << 20
     answer.load.last_submit_number = message.submits[-1].submit_number
     data = answer.SerializeToString()
@@ -112,9 +125,13 @@ def _answer(message: engine_pb2.AttachRequest, token_id: int) -> bytes:
     return len(data).to_bytes(3, "big") + DATA_FRAME + data
 
 
-def send_requests(port: int, request: bytes, num_connections: int, end: bytes, pipe: Connection) -> None:
+def send_requests(port: int, request: bytes, options: argparse.Namespace, end: bytes, pipe: Connection) -> None:
     """The child: with every message of the pipe, sends a request on each connection and reads the answers."""
-    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_connections)]
+    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(options.requests)]
+    if options.tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        clients = [context.wrap_socket(client) for client in clients]
     pipe.send(NEXT)
     while pipe.recv() is NEXT:
         for client in clients:
@@ -133,12 +150,33 @@ def make_http_request(options: argparse.Namespace) -> bytes:
     """Makes the request that all send."""
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "again"]
     text = " ".join(words[index % len(words)] for index in range(options.prompt_words))
-    fields = {"model": "tiny", "max_tokens": 1, "stream": not options.unary, "temperature": 1.0, "ignore_eos": True}
+    fields = {
+        "model": "tiny",
+        "max_tokens": options.tokens,
+        "stream": not options.unary,
+        "temperature": 1.0,
+        "ignore_eos": True,
+    }
     prompt = {"messages": [{"role": "user", "content": text}]} if options.chat else {"prompt": text}
     body = json.dumps(fields | prompt).encode()
     path = "/v1/chat/completions" if options.chat else "/v1/completions"
     lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"]
+    lines += [f"Authorization: Bearer {KEY}"] if options.keys else []
     return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+
+
+def make_access(options: argparse.Namespace) -> Any:
+    """Makes what guards the router, as a mounted Secret would: 1,000 keys, and a certificate of P-256."""
+    from sluice.certificate_rotation import CertificateFolder  # noqa: PLC0415 - after the checkout is chosen
+    from sluice_router.security.access_control import ClientAccess  # noqa: PLC0415
+    from sluice_router.security.api_keys import ApiKeys  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
+        tls, keys = write_secrets(Path(folder), KEY)
+        return ClientAccess(
+            keys=ApiKeys(keys) if options.keys else None,
+            certificates=CertificateFolder(tls, is_mutual=False) if options.tls else None,
+        )
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -156,15 +194,16 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     text = await asyncio.to_thread(ModelText.load, options.model)
     harness = Harness({f"d{number}": "D" for number in range(options.engines)})
     harness.router.now = time.monotonic
-    engines = EngineSide(harness.router, loop, text.encode_now(" the", add_special_tokens=False)[0])
+    token_id = text.encode_now(" the", add_special_tokens=False)[0]
+    engines = EngineSide(harness.router, loop, token_id, options.tokens)
     for engine in harness.engines.values():
         engines.attach(engine)
     harness.router.connect(engines)
-    api = HttpApi(harness.router, text)
+    api = HttpApi(harness.router, text, access=make_access(options))
     port = await api.start("127.0.0.1", 0)
     pipe, other = multiprocessing.Pipe()
     end = b"}" if options.unary else b"data: [DONE]\n\n\r\n0\r\n\r\n"
-    arguments = (port, make_http_request(options), options.requests, end, other)
+    arguments = (port, make_http_request(options), options, end, other)
     child = multiprocessing.Process(target=send_requests, args=arguments, daemon=True)
     child.start()
     answered: asyncio.Queue[bool] = asyncio.Queue()
@@ -218,6 +257,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--prompt-words", type=int, default=120)
     parser.add_argument("--unary", action="store_true", help="answers that do not stream")
+    parser.add_argument("--tokens", type=int, default=1, help="of an answer")
+    parser.add_argument("--tls", action="store_true", help="encrypted connections, which stay open")
+    parser.add_argument("--keys", action="store_true", help="requests with an API key")
     parser.add_argument("--chat", action="store_true", help="chats instead of completions")
     parser.add_argument("--profile", action="store_true", help="prints where the time goes by function")
     parser.add_argument("--model", type=Path, default=OWN_ROOT / ".sluice" / "volumes" / "models" / "tiny")

@@ -237,7 +237,8 @@ def _load_command(contestant: Contestant, workload: TrafficWorkload, site: Site,
             *("--tokens", str(workload.num_tokens), "--prompt-tokens", str(workload.prompt_tokens)),
             *("--warmup-s", str(workload.warmup_s), "--seconds", str(workload.seconds), *files.arguments()),
         ]
-    return [c_programs.build("load"), *ports, *workload.load_arguments(), *files.arguments()]
+    arguments = (*workload.load_arguments(), *contestant.load_arguments)
+    return [c_programs.build("load"), *ports, *arguments, *files.arguments()]
 
 
 def _find_void_reasons(workload: TrafficWorkload, result: LoadResult, usage: MachineUsage) -> Iterator[str]:

@@ -89,8 +89,26 @@ def test_one_process_of_the_router_is_measured_with_the_harness_of_its_tests(tmp
     tokens = run(tmp_path, "benchmarks/router/token_path.py", "--engines", "2", "--streams", "6", "--rounds", "4")
     assert tokens["writes"] >= 6 * 4
     requests = run(tmp_path, "benchmarks/router/request_path.py", "--engines", "2", "--requests", "2", "--rounds", "4")
-    for figures in (tokens, requests):
+    options = ("--engines", "2", "--requests", "2", "--rounds", "4", "--tokens", "3", "--tls", "--keys")
+    guarded = run(tmp_path, "benchmarks/router/request_path.py", *options)
+    for figures in (tokens, requests, guarded):
         assert 0 < figures["fastest_us"] <= figures["median_us"]
+
+
+def test_an_event_costs_more_with_tls(tmp_path: Path) -> None:
+    figures = run(tmp_path, "benchmarks/router/tls_write.py", "--connections", "20", "--rounds", "20")
+    assert 0 < figures["open_us"] < figures["tls_us"]
+    assert 0 < figures["encryption_us"] < figures["tls_us"]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="router and load are pinned to a core each")
+def test_guards_of_the_router_are_measured_with_clients_that_have_both(tmp_path: Path) -> None:
+    shape = ("--units", "token", "--guards", "both", "--turns", "1", "--seconds", "1", "--warmup-seconds", "0.5")
+    load = ("--engines", "2", "--streams", "4", "--tokens", "4")
+    (turn,) = run(tmp_path, "benchmarks/router/guard_cost.py", *shape, *load)["turns"]
+    assert set(turn) == {"token"}
+    assert set(turn["token"]) == {"in the open", "TLS and API keys"}
+    assert all(cost_us > 0 for cost_us in turn["token"].values())
 
 
 def test_prefixes_are_compared_on_the_same_requests(tmp_path: Path) -> None:
