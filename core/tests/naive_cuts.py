@@ -106,7 +106,6 @@ class NaiveCuttingSimulation(NaiveAheadSimulation):
         self.report()
         blocks = blocks_for_tokens(request.arrival.prompt_tokens + 1, source.block)
         asked = FlowRequest(
-            request_id=request.name,
             cause=MoveCause.SPLIT,
             source=source.setup.engine_id,
             num_blocks=blocks,
