@@ -2,11 +2,12 @@ import random
 from dataclasses import replace
 
 import pytest
+from decode_flow_harness import join, make_decodes
 from test_simulation import SLO, make_engines
 
 from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
-from sluice_core.scheduling.decode_flow import FlowPolicy
+from sluice_core.scheduling.decode_flow import PROPOSAL_BACKOFF_S, FlowPolicy
 from sluice_core.scheduling.slo_blind_placement import RoundRobinPlacement
 from sluice_core.sim.sim_setup import Arrival, Cell
 from sluice_core.sim.simulation import Simulation
@@ -25,6 +26,17 @@ def test_a_row_makes_both_policies_of_its_default_parameters(strategy):
     assert strategy.title.lower() == strategy.name
     assert strategy.make_router(parameters, random.Random(0)).is_too_soon(MoveCause.DRAIN, 0) is False
     assert strategy.make_engine(parameters).share_for(Role.DECODE_HEAVY, MoveCause.DRAIN) == 1.0
+
+
+@ROWS
+def test_a_decode_that_was_not_granted_a_place_asks_again_while_its_engine_drains(strategy):
+    policy, decodes = strategy.make_engine(strategy.read_parameters({})), make_decodes()
+    join(decodes, "a", now=10.0)
+    decodes.is_draining = True
+    assert [move.cause for move in policy.propose(10.0, decodes)] == [MoveCause.DRAIN]
+    assert policy.propose(10.0, decodes) == []
+    again_s = 10.0 + PROPOSAL_BACKOFF_S
+    assert [move.cause for move in policy.propose(again_s, decodes)] == [MoveCause.DRAIN]
 
 
 @ROWS

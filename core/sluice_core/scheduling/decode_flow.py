@@ -252,7 +252,8 @@ class FlowPolicy:
 
 
 def propose_all(now: float, engine: DecodeSet) -> list[MoveProposal]:
-    """Propose every decode of an engine that drains, as many at once as may stand."""
+    """Propose every decode of an engine that drains, as many at once as may stand, and again where none was granted."""
+    engine.withdraw_lapsed(now)
     limit = max(0, MAX_STANDING_PROPOSALS - engine.num_proposed)
     return [_propose(now, engine, decode, MoveCause.DRAIN) for decode in engine.list_without_proposal(limit)]
 
@@ -262,6 +263,11 @@ def _propose(now: float, engine: DecodeSet, decode: Decode, cause: MoveCause) ->
     doublings = min(decode.num_proposals, _MAX_DOUBLINGS)
     backoff_s = min(MAX_PROPOSAL_BACKOFF_S, PROPOSAL_BACKOFF_S * 2.0**doublings)
     engine.propose(decode, now + backoff_s)
+    return make_proposal(engine, decode, cause)
+
+
+def make_proposal(engine: DecodeSet, decode: Decode, cause: MoveCause) -> MoveProposal:
+    """Make a proposal to move a decode as it is now."""
     return MoveProposal(
         request_id=decode.request_id,
         cause=cause,

@@ -298,11 +298,7 @@ class DecodeSet:
             min_tokens: Output tokens between two moves of a request.
             alpha: Approaching factor.
         """
-        while self._backing_off and (self._backing_off[0][0] <= now or self._backing_off[0][2].has_left):
-            decode = heapq.heappop(self._backing_off)[2]
-            if not decode.has_left:
-                self._withdraw_proposal(decode)
-                self._rank(decode)
+        self.withdraw_lapsed(now)
         while self._recently_moved and self._iteration - self._recently_moved[0].join_iteration >= min_tokens:
             decode = self._recently_moved.popleft()
             if not decode.has_left and decode.proposed_blocks is None:
@@ -310,6 +306,14 @@ class DecodeSet:
         if alpha != self._alpha:
             self._alpha = alpha
             self._rebuild_tpot_order()
+
+    def withdraw_lapsed(self, now: float) -> None:
+        """Let what was proposed and not granted be proposed again, once its time is over."""
+        while self._backing_off and (self._backing_off[0][0] <= now or self._backing_off[0][2].has_left):
+            decode = heapq.heappop(self._backing_off)[2]
+            if not decode.has_left:
+                self._withdraw_proposal(decode)
+                self._rank(decode)
 
     def list_recently_moved(self) -> list[Decode]:
         """List decodes that came by a move fewer than ``min_tokens`` tokens ago."""

@@ -13,7 +13,7 @@ from sluice_core.latency import LatencyModel
 from sluice_core.records import IterationShape, MoveCause, MoveProposal
 from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.batching.profile_table import ProfileTable
-from sluice_core.scheduling.decode_flow import propose_all
+from sluice_core.scheduling.decode_flow import make_proposal, propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.strategy_parameters import StrategyParameters
@@ -65,12 +65,4 @@ class SloBatching(ChunkedPrefillPolicy):
         """See ``EnginePolicy.propose``: decodes whose part here ends, as planned."""
         if engine.is_draining:
             return propose_all(now, engine)
-        return [
-            MoveProposal(
-                request_id=decode.request_id,
-                cause=MoveCause.SPLIT,
-                output_tokens=engine.output_tokens(decode.request_id),
-                num_blocks=engine.count_blocks(decode),
-            )
-            for decode in engine.take_due_splits()
-        ]
+        return [make_proposal(engine, decode, MoveCause.SPLIT) for decode in engine.take_due_splits()]

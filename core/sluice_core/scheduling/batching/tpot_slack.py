@@ -17,7 +17,7 @@ from typing import Final
 from sluice_core.latency import LatencyModel
 from sluice_core.records import IterationShape, MoveCause, MoveProposal
 from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
-from sluice_core.scheduling.decode_flow import MAX_STANDING_PROPOSALS, propose_all
+from sluice_core.scheduling.decode_flow import MAX_STANDING_PROPOSALS, make_proposal, propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.scheduling.prefill_budget import fit_prefill_budget
@@ -75,12 +75,7 @@ class SlackBatching(ChunkedPrefillPolicy):
         if not self._packs:
             return []
         return [
-            MoveProposal(
-                request_id=decode.request_id,
-                cause=MoveCause.PREFILL_DONE,
-                output_tokens=engine.output_tokens(decode.request_id),
-                num_blocks=engine.count_blocks(decode),
-            )
+            make_proposal(engine, decode, MoveCause.PREFILL_DONE)
             for decode in engine.take_new_here(MAX_STANDING_PROPOSALS)
         ]
 
