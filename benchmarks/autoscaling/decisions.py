@@ -21,7 +21,7 @@ from benchmarks.autoscaling.policies import FleetView, ScalerPolicy, make_oracle
 from benchmarks.autoscaling.run import MOST_ENGINES, ORACLE_BIN_S, TRACES
 
 from sluice_cli.simulation.trace_cache import load_rows
-from sluice_core.planning.capacity_curve import CapacityCurve
+from sluice_core.autoscaling.capacity_curve import CapacityCurve
 from sluice_core.records import Slo
 
 if TYPE_CHECKING:

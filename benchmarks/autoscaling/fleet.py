@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from benchmarks.autoscaling.policies import FleetView
 
 from sluice_core.records import EngineId, Role
-from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
+from sluice_core.scheduling.router_wait_limit import ROUTER_WAIT_LIMIT_S
 from sluice_core.sim.sim_setup import AddEngineEvent, Cell, ConfigureEvent, LeaveEvent, SimOptions
 from sluice_core.sim.simulation import Simulation, Steering
 from sluice_core.strategies import get_strategy

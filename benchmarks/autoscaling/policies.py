@@ -11,7 +11,7 @@ from sluice_operator.autoscaling.decision import ScalerObservation, ScalerState,
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sluice_core.planning.capacity_curve import CapacityCurve
+    from sluice_core.autoscaling.capacity_curve import CapacityCurve
 
 HPA_INTERVAL_S = 15.0
 HPA_TOLERANCE = 0.1

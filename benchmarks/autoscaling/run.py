@@ -24,10 +24,10 @@ from benchmarks.autoscaling.fleet import WINDOW_S, Fleet, FleetFigures, compute_
 from benchmarks.autoscaling.policies import HpaPolicy, ScalerPolicy, SchedulePolicy, make_oracle_schedule
 
 from sluice_cli.simulation.trace_cache import load_rows
+from sluice_core.autoscaling.capacity_curve import CapacityCurve
 from sluice_core.latency.measured_profiles import load_model_on_gpu
-from sluice_core.planning.capacity_curve import CapacityCurve
 from sluice_core.records import EngineId, Role, Slo
-from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
+from sluice_core.scheduling.router_wait_limit import ROUTER_WAIT_LIMIT_S
 from sluice_core.sim.goodput_search import search_goodput
 from sluice_core.sim.sim_setup import BLOCK_SIZE_TOKENS, GC_THRESHOLD, Cell, EngineSetup, SimOptions
 from sluice_core.sim.workload import PoissonWorkload, scale_trace

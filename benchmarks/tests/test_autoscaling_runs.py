@@ -16,8 +16,8 @@ from benchmarks.autoscaling.policies import (
 from benchmarks.autoscaling.run import TRACES
 
 from sluice_cli.simulation.trace_cache import load_rows
+from sluice_core.autoscaling.capacity_curve import CapacityCurve
 from sluice_core.latency import IterationProfile
-from sluice_core.planning.capacity_curve import CapacityCurve
 from sluice_core.records import EngineId, Role, Slo
 from sluice_core.sim.sim_setup import Arrival, EngineSetup
 from sluice_core.sim.traces import TraceRow

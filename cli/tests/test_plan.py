@@ -14,7 +14,7 @@ from sluice_cli.main import cli
 from sluice_cli.output.plan_report import format_candidate_engines, make_patch
 from sluice_cli.simulation.cluster_spec import format_engines, parse_engines
 from sluice_cli.simulation.plan_inputs import PlanFlags, make_inputs, parse_range
-from sluice_core.planning.slider_space import SliderCandidate
+from sluice_core.planning.slider_candidates import SliderCandidate
 from sluice_core.sim.traces import TraceRow
 from sluice_operator.api.manifest import check_manifest, parse_manifest
 from sluice_operator.api.sliders import resolve_sliders

@@ -20,7 +20,7 @@ import pytest
 from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_cli.simulation.cluster_spec import ClusterSpec, format_engines
 from sluice_cli.simulation.plan_inputs import PlanFlags, make_inputs
-from sluice_core.planning.slider_space import PrefillHeavyBounds
+from sluice_core.planning.slider_candidates import PrefillHeavyBounds
 from sluice_core.records import IterationShape
 from sluice_core.sim.traces import TraceRow
 from sluice_core.strategies import STRATEGIES

@@ -28,7 +28,7 @@ from sluice_operator.api.manifest import parse_manifest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sluice_core.planning.slider_space import SliderCandidate
+    from sluice_core.planning.slider_candidates import SliderCandidate
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-cpu.yaml"
 # Requests/s of two engines, as the planner has them.

@@ -6,11 +6,11 @@ import math
 import random
 
 from sluice_core.latency import IterationProfile
-from sluice_core.planning.slider_search import SearchEffort
-from sluice_core.planning.slider_space import (
+from sluice_core.planning.slider_candidates import (
     SearchSpace,
     SliderCandidate,
 )
+from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialResult
 from sluice_core.records import EngineId, Role, Slo
 from sluice_core.sim.sim_setup import EngineSetup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice_core.planning.capacity_curve import CapacityCurve
+from sluice_core.autoscaling.capacity_curve import CapacityCurve
 
 CURVE = CapacityCurve(((2, 2.0), (4, 6.0), (8, 16.0)))
 

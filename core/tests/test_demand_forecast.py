@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from sluice_core.planning.demand_forecast import BIN_S, FADE_S, HOUR_S, DemandForecast
+from sluice_core.autoscaling.demand_forecast import BIN_S, FADE_S, HOUR_S, DemandForecast
 
 
 def feed(demand: DemandForecast, rates_rps) -> DemandForecast:

@@ -19,8 +19,8 @@ from test_drawn_runs import add_up
 
 from sluice_core.planning.planner import Goal, Planner
 from sluice_core.planning.prediction import measure_curves
+from sluice_core.planning.slider_candidates import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
 from sluice_core.planning.slider_search import SearchEffort
-from sluice_core.planning.slider_space import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
 from sluice_core.planning.trials import TrialDetails, TrialResult
 from sluice_core.sim.run_summary import RunSummary
 from sluice_core.strategies import STRATEGIES

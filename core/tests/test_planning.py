@@ -14,12 +14,12 @@ from sluice_core.planning.bottleneck import find_bottleneck
 from sluice_core.planning.goodput_comparison import Fidelity, GoodputComparison
 from sluice_core.planning.planner import Goal, Planner, estimate_response_s, estimate_start_rps
 from sluice_core.planning.prediction import estimate_interval
-from sluice_core.planning.slider_search import Search, SearchEffort
-from sluice_core.planning.slider_space import (
+from sluice_core.planning.slider_candidates import (
     PrefillHeavyBounds,
     SearchSpace,
     SliderCandidate,
 )
+from sluice_core.planning.slider_search import Search, SearchEffort
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult, build_cell
 from sluice_core.records import Role, Slo
 

@@ -7,8 +7,8 @@ import pytest
 from test_simulation import STRATEGIES, make_arrivals, make_engines
 
 from sluice_core.records import MoveCause, Role
-from sluice_core.sim.moves.grant_queue import GrantQueue
 from sluice_core.sim.moves.hand_offs import HandOffStep, SimHandOffs, SimMove
+from sluice_core.sim.moves.kept_prefills import KeptPrefills
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.sim_setup import Cell, NoGrant, SimOptions
 from sluice_core.sim.simulation import Simulation
@@ -25,7 +25,7 @@ class Parked:
         cell = Cell(engines=make_engines(shape), strategy=strategy, options=options)
         self.simulation = Simulation(cell, make_arrivals(random.Random(1), number=number))
         self.engine = self.simulation.list_engines()[0]
-        self.queue = GrantQueue(self.simulation, SimHandOffs(self.simulation) if schedules_ahead else None)
+        self.queue = KeptPrefills(self.simulation, SimHandOffs(self.simulation) if schedules_ahead else None)
         self.requests = self.simulation.requests
         for request in self.requests:
             request.generated_tokens, request.num_blocks, request.first_token_s = 1, NUM_BLOCKS, 0.5

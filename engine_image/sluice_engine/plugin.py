@@ -13,7 +13,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from sluice_engine import core_messages
 from sluice_engine.kv_transfer import output_replay
-from sluice_engine.scheduling import late_scheduling
+from sluice_engine.scheduling import expected_arrivals
 
 # Class paths for vLLM's settings.
 SCHEDULER = "sluice_engine.scheduling.scheduler.SluiceScheduler"
@@ -35,7 +35,7 @@ _stock_process_input_queue = EngineCoreProc._process_input_queue  # noqa: SLF001
 def _process_input_queue(engine_core: EngineCoreProc) -> None:
     """``EngineCoreProc._process_input_queue``, which waits a little for requests that are about to arrive."""
     _stock_process_input_queue(engine_core)
-    late_scheduling.hold(engine_core)
+    expected_arrivals.hold(engine_core)
 
 
 def _carry_out(engine_core: EngineCore, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:

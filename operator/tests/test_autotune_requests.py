@@ -13,7 +13,7 @@ from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
 from sluice_core.planning.workload_shift import SHIFT_RATIO, MeanEstimate
 from sluice_core.records import IterationShape, Role
-from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
+from sluice_core.scheduling.router_wait_limit import ROUTER_WAIT_LIMIT_S
 from sluice_core.sim.sim_setup import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS
 from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 from sluice_operator.api.sliders import Sliders

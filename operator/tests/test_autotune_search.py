@@ -13,10 +13,10 @@ from fake_kubernetes import make_cluster
 from tuner_harness import APPLY, make_answer, make_question, make_samples, make_spec
 
 from sluice.v1 import control_pb2
+from sluice_core.planning.slider_candidates import SliderCandidate
 from sluice_core.planning.slider_search import SearchEffort
-from sluice_core.planning.slider_space import SliderCandidate
 from sluice_core.scheduling.engine_table import PROVEN_OBSERVATIONS
-from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
+from sluice_core.scheduling.router_wait_limit import ROUTER_WAIT_LIMIT_S
 from sluice_core.strategies import STRATEGIES
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders, resolve_sliders

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from sluice_core.planning.capacity_curve import CapacityCurve
+from sluice_core.autoscaling.capacity_curve import CapacityCurve
 from sluice_operator.autoscaling import decision
 from sluice_operator.autoscaling.decision import ScalerObservation, ScalerState, decide, restart
 

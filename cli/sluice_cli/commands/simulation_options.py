@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from sluice_cli.simulation.plan_inputs import parse_range
-from sluice_core.planning.slider_space import PrefillHeavyBounds
+from sluice_core.planning.slider_candidates import PrefillHeavyBounds
 from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 from sluice_core.strategies import get_strategy
 

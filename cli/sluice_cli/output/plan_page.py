@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sluice_cli.simulation.plan_inputs import PlanInputs
     from sluice_core.planning.planner import PlanResult
-    from sluice_core.planning.slider_space import SliderCandidate
+    from sluice_core.planning.slider_candidates import SliderCandidate
 
 _FEWEST_CELLS = 4  # of a heat map that shows something
 _MOST_POINTS = 2000  # of the latency chart: more make the page slow and the picture no clearer

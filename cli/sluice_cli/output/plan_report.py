@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sluice_cli.simulation.plan_inputs import PlanInputs
     from sluice_core.planning.planner import Alternative, PlanResult
     from sluice_core.planning.prediction import Interval
-    from sluice_core.planning.slider_space import SliderCandidate
+    from sluice_core.planning.slider_candidates import SliderCandidate
 
 RESOURCES = {
     "prefill": "prefill capacity",

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from sluice_core.planning.slider_space import SliderCandidate
+from sluice_core.planning.slider_candidates import SliderCandidate
 
 if TYPE_CHECKING:
     from pathlib import Path

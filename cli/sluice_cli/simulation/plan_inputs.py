@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sluice_cli.simulation.cluster_builder import build_engines, make_options, make_routers
 from sluice_cli.simulation.cluster_spec import ClusterFlags, ClusterSpec, EngineGroup, choose_cluster_spec
 from sluice_core.planning.planner import Goal
-from sluice_core.planning.slider_space import (
+from sluice_core.planning.slider_candidates import (
     APPROACHING_FACTORS,
     LEAST_CHUNK_TOKENS,
     WATERMARKS,

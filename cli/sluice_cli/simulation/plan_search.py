@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from sluice_cli.simulation.plan_inputs import PlanInputs
     from sluice_core.planning.planner import PlanResult
+    from sluice_core.planning.slider_candidates import SliderCandidate
     from sluice_core.planning.slider_search import SearchEffort
-    from sluice_core.planning.slider_space import SliderCandidate
 
 _CURVE_FACTORS = (0.6, 0.75, 0.85, 0.92, 1.0, 1.08, 1.2)  # rates of a curve, in units of the plan's goodput
 _MOST_CURVES = 8  # as many as a palette has colours that everybody can tell apart

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from sluice_cli.simulation.plan_inputs import PlanInputs
     from sluice_cli.simulation.strategy_cells import StrategyCell
-    from sluice_core.planning.slider_space import SliderCandidate
+    from sluice_core.planning.slider_candidates import SliderCandidate
     from sluice_core.planning.trials import PlanningProblem
 
 TUNING_SEED = 1000  # none of those that measure

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sluice_core.planning.goodput_comparison import Fidelity, RunTrials
-from sluice_core.planning.slider_space import SliderCandidate
+from sluice_core.planning.slider_candidates import SliderCandidate
 from sluice_core.planning.trials import SearchTrial, TrialDetails
 
 _OVERLOAD = 1.08  # above the goodput, where what is short shows

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sluice_core.planning.attainment_curve import AttainmentCurve
-from sluice_core.planning.slider_space import SliderCandidate
+from sluice_core.planning.slider_candidates import SliderCandidate
 from sluice_core.planning.trials import SearchTrial, TrialResult
 
 _Key = tuple[SliderCandidate, int, float]  # with seed and length of the run

@@ -15,8 +15,8 @@ from sluice_core.planning.bottleneck import Bottleneck, find_bottleneck
 from sluice_core.planning.candidate_choice import rank_for_rate
 from sluice_core.planning.goodput_comparison import GoodputComparison, RankedCandidate, RunTrials
 from sluice_core.planning.prediction import Interval, Prediction, estimate_interval, predict
+from sluice_core.planning.slider_candidates import SearchSpace, SliderCandidate, resize
 from sluice_core.planning.slider_search import CandidateSearchResult, Search, SearchEffort
-from sluice_core.planning.slider_space import SearchSpace, SliderCandidate, resize
 from sluice_core.planning.trials import PlanningProblem
 from sluice_core.sim.sim_setup import EngineSetup
 

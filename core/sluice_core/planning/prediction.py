@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sluice_core.planning.goodput_comparison import RunTrials
-from sluice_core.planning.slider_space import SliderCandidate
+from sluice_core.planning.slider_candidates import SliderCandidate
 from sluice_core.planning.trials import SearchTrial, TrialDetails
 
 # Quantiles of Student's t for two-sided 95 % intervals, by degrees of freedom; beyond, the normal one.

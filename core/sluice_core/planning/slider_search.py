@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sluice_core.planning.goodput_comparison import Fidelity, GoodputComparison, RankedCandidate
-from sluice_core.planning.slider_space import SearchSpace, SliderCandidate, resize
+from sluice_core.planning.slider_candidates import SearchSpace, SliderCandidate, resize
 from sluice_core.planning.slider_steps import list_coarse, list_neighbours, list_parameter_neighbours, list_smaller
 
 # The clock of a search: which share of it each round takes, as measured on examples.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sluice_core.planning.slider_space import SearchSpace, SliderCandidate
+from sluice_core.planning.slider_candidates import SearchSpace, SliderCandidate
 from sluice_core.strategies import get_strategy
 
 _COARSE_CHUNKS = ((256, 64), (512, 128), (1024, 128), (1024, 256), (2048, 128), (2048, 512), (8192, 256))

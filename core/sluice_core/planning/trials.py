@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.slider_space import SliderCandidate
+from sluice_core.planning.slider_candidates import SliderCandidate
 from sluice_core.records import EngineId, Role, Slo, SloClass
 from sluice_core.sim.pickling import register
 from sluice_core.sim.run_summary import RunSummary, list_latencies, summarize

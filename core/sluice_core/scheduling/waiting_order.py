@@ -1,4 +1,4 @@
-"""What waits at the router: in which order it goes, what of it one pass looks at, and how long it may wait."""
+"""What waits at the router: in which order it goes, and what of it one pass looks at."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from sluice_core.records import PrefillRequest
 
 MAX_ASSIGNED_AT_ONCE: Final = 256  # requests of one call of a router's policy
 PRIORITY_HEAD_START_S: Final = 10.0  # one level of priority is worth this much earlier arrival
-# Longest time that a router keeps a request which no engine takes; simulations that plan for it refuse it then too.
-ROUTER_WAIT_LIMIT_S: Final = 30.0
 Urgency: TypeAlias = tuple[int, float, float]
 _RECOVERY: Final = 0
 _NEW: Final = 1

@@ -10,7 +10,7 @@ from sluice_core.sim.cluster import SimCluster
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.moves.cut_hand_offs import CutHandOffs
 from sluice_core.sim.moves.cut_prompts import CutPrompts
-from sluice_core.sim.moves.grant_queue import GrantQueue
+from sluice_core.sim.moves.kept_prefills import KeptPrefills
 from sluice_core.sim.sim_setup import AddEngineEvent, Arrival, Cell, ConfigureEvent, FailEvent, LeaveEvent
 
 
@@ -27,12 +27,12 @@ class ChangingCluster(SimCluster):
         super().__init__(cell, arrivals, timeline)
         self._hand_offs = CutHandOffs(self) if cell.options.schedules_ahead else None
         self._cut_prompts = CutPrompts(self, self._hand_offs)
-        self._grants = [GrantQueue(self, self._hand_offs) for _ in self.routers.routers]
+        self._grants = [KeptPrefills(self, self._hand_offs) for _ in self.routers.routers]
         self._leaving: dict[EngineId, SimEngine] = {}
         self._find_targets()
 
     def _place_granted(self, at_boundary: SimEngine | None = None) -> None:
-        """See ``GrantQueue.place``."""
+        """See ``KeptPrefills.place``."""
         for grants in self._grants:
             grants.place(at_boundary)
 

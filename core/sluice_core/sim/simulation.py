@@ -34,8 +34,8 @@ from sluice_core.sim.cluster_changes import ChangingCluster
 from sluice_core.sim.engine.operator_interrupts import find_interrupt_s, interrupt
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.known_prefixes import KnownPrefixes
-from sluice_core.sim.moves.grant_queue import GrantQueue
 from sluice_core.sim.moves.hand_offs import SimMove
+from sluice_core.sim.moves.kept_prefills import KeptPrefills
 from sluice_core.sim.requests import RequestState, SimRequest, find_expired
 from sluice_core.sim.routers import SimRouter
 from sluice_core.sim.sim_setup import (
@@ -390,7 +390,7 @@ class Simulation(ChangingCluster):
                 else:
                     self._schedule_retry(router)
 
-    def _grants_of(self, request: SimRequest) -> GrantQueue:
+    def _grants_of(self, request: SimRequest) -> KeptPrefills:
         """Return what waits for a grant at a request's router."""
         return self._grants[self.routers.of_request(request.index).number]
 

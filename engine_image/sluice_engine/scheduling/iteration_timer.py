@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from sluice_engine.core_messages import IterationReport
-from sluice_engine.scheduling.late_scheduling import LEAD_S, LEAD_SHARE, RecentIterations
+from sluice_engine.scheduling.expected_arrivals import LEAD_S, LEAD_SHARE, RecentIterations
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -31,10 +31,10 @@ from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
 from sluice_engine.kv_transfer.output_replay import GrammarReplayError, replay_grammar, restore_output
 from sluice_engine.kv_transfer.part_pulls import PartPulls
 from sluice_engine.request_tracker import RequestTracker, track_request
+from sluice_engine.scheduling.expected_arrivals import ExpectedArrivals
 from sluice_engine.scheduling.fidelity_recorder import open_recorder
 from sluice_engine.scheduling.iteration_timer import IterationTimer
 from sluice_engine.scheduling.kv_usage import KvUsage
-from sluice_engine.scheduling.late_scheduling import ExpectedArrivals
 from sluice_engine.scheduling.load_report import measure_load
 from sluice_engine.scheduling.move_proposals import MoveProposer
 from sluice_engine.scheduling.phase_tracker import PhaseTracker

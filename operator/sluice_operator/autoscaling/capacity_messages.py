@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sluice_core.planning.capacity_curve import CapacityCurve
+from sluice_core.autoscaling.capacity_curve import CapacityCurve
 from sluice_operator.api.sliders import Sliders, resolve_sliders, scale_sliders
 from sluice_operator.autotune.search_constraints import make_constraints
 from sluice_operator.autotune.search_messages import SearchRequest

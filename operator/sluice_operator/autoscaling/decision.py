@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from sluice_core.planning.demand_forecast import DemandForecast
+from sluice_core.autoscaling.demand_forecast import DemandForecast
 from sluice_operator.autoscaling.scale_down_window import ScaleDownWindow
 
 if TYPE_CHECKING:
-    from sluice_core.planning.capacity_curve import CapacityCurve
+    from sluice_core.autoscaling.capacity_curve import CapacityCurve
 
 # What waits at the routers is to be gone within so long, beside what arrives.
 BACKLOG_S = 30.0

@@ -13,11 +13,11 @@ from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.latency.transfer import find_link
 from sluice_core.planning.goodput_comparison import GoodputComparison, RankedCandidate
 from sluice_core.planning.planner import estimate_response_s, estimate_start_rps
+from sluice_core.planning.slider_candidates import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
 from sluice_core.planning.slider_search import Search, SearchEffort
-from sluice_core.planning.slider_space import PrefillHeavyBounds, SearchSpace, SliderCandidate, list_chunk_sizes
 from sluice_core.planning.trials import PlanningProblem, SearchTrial, TrialEvaluator, TrialResult
 from sluice_core.records import EngineId, Role, Slo, SloClass
-from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
+from sluice_core.scheduling.router_wait_limit import ROUTER_WAIT_LIMIT_S
 from sluice_core.sim.sim_setup import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS, EngineSetup, SimOptions, TransferLink
 from sluice_core.sim.traces import TraceRow
 from sluice_core.strategies import STRATEGIES, get_strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 
-from sluice_core.scheduling.waiting_order import ROUTER_WAIT_LIMIT_S
+from sluice_core.scheduling.router_wait_limit import ROUTER_WAIT_LIMIT_S
 from sluice_router.errors import MIN_RETRY_S, DeadlineError, NoEngineError
 from sluice_router.limit_type import Limit
 from sluice_router.scheduling import completion

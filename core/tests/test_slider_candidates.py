@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from planning_harness import make_problem, make_space, make_taichi
 
-from sluice_core.planning.slider_space import PrefillHeavyBounds, list_chunk_sizes, resize
+from sluice_core.planning.slider_candidates import PrefillHeavyBounds, list_chunk_sizes, resize
 from sluice_core.planning.slider_steps import list_coarse, list_neighbours, list_parameter_neighbours, list_smaller
 from sluice_core.planning.trials import build_cell
 from sluice_core.records import Role

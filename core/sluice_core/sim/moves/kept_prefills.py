@@ -16,7 +16,7 @@ from sluice_core.sim.requests import RequestState, SimRequest
 from sluice_core.sim.sim_setup import NoGrant
 
 
-class GrantQueue:
+class KeptPrefills:
     """What waits for a grant at one router; mutable.
 
     Args:

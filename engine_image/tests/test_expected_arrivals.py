@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sluice_engine.scheduling.late_scheduling import EXPECTED_S, ExpectedArrivals, find_shortest_s, hold
+from sluice_engine.scheduling.expected_arrivals import EXPECTED_S, ExpectedArrivals, find_shortest_s, hold
 
 DECODES, MIXED = (0, 4, 0.020), (512, 4, 0.060)
 

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sluice_core.planning.demand_headroom import FIRST_HEADROOM, compute_headroom, remember_error
+from sluice_core.autoscaling.demand_headroom import FIRST_HEADROOM, compute_headroom, remember_error
 
 BIN_S = 15.0  # arrivals are counted in bins of so long
 MINUTE_S = 60.0  # what arrives now is the mean of so long
