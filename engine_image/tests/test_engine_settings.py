@@ -10,8 +10,10 @@ import sys
 import pytest
 
 from sluice_engine.errors import SettingsError, UnsupportedVllmError
+from sluice_engine.resume_timeouts import RESUME_TIMEOUT_S
 from sluice_engine.settings import OPTIONS, EngineSettings, parse_settings
 from sluice_engine.supported_versions import check_vllm_version
+from sluice_operator.api.fields_and_defaults.engine_timeouts_spec import EngineTimeouts
 
 REQUIRED = {
     "engine_id": "engine-1",
@@ -124,3 +126,7 @@ def test_a_signal_during_the_imports_ends_the_program_at_once(tmp_path):
         assert process.stdout.readline() == b"importing\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+def test_an_engine_started_by_hand_keeps_streams_as_long_as_one_of_a_cluster() -> None:
+    assert EngineTimeouts().resume_timeout_seconds == RESUME_TIMEOUT_S
