@@ -33,8 +33,7 @@ def test_started_prefills_may_run_short_of_blocks_until_every_chunk_surely_finds
     queue.batch.last_chunk_size_tokens = last
     for index in range(num_started):
         request = make_request(index, prompt_tokens=9000)
-        request.part_tokens = BLOCK
-        queue.add_part(request)
+        queue.add_part(request, BLOCK)
     # The chunk's tokens fill so many blocks; each prefill may begin one and end in another.
     enough = max(chunk, last, RECOMPUTE_TOKENS) // BLOCK + num_started + 1
     assert queue.may_run_short(enough - 1)
