@@ -1,13 +1,15 @@
-"""What a plan may set of a strategy: the values, their defaults, and their bounds as rows.
+"""What a plan may set of a strategy: the values with their defaults, and what a row says of one of them.
 
-The rows are the one source for the manifest's bounds, the wire's checks and the documentation.
+Each strategy's file has the rows of its own. They are the one source of the manifest's bounds, the wire's checks and
+the documentation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 
 class EarlyRejection(StrEnum):
@@ -100,105 +102,61 @@ class StrategyParameters:
     tbt_target_s: float = 0.0
 
 
+# Numbers on the wire are whole: so many of them are one of a parameter's value.
+_PER_UNIT = {"percent": 100, "milliseconds": 1000}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """One live parameter, a whole number or a word.
 
     Args:
         name: On the wire; the manifest writes it in camel case.
+        field: Of ``StrategyParameters``.
         low: Least number.
         high: Largest number.
-        choices: The words; empty: it is a number.
+        words: What it may be; None: it is a number.
         unit: Of the number.
         source: Paper and section of the default; empty: it is ours.
     """
 
     name: str
+    field: str
     low: int = 0
     high: int = 0
-    choices: tuple[str, ...] = ()
+    words: type[StrEnum] | None = None
     unit: str = ""
     source: str = ""
 
-    def check(self, value: str) -> None:
-        """Check a value as on the wire.
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words; empty: it is a number."""
+        return () if self.words is None else tuple(word.value for word in self.words)
+
+    def read(self, value: str) -> Any:
+        """Read a value as on the wire.
 
         Raises:
             ValueError: Names the parameter, the value and the limit.
         """
-        if self.choices:
+        if self.words is not None:
             if value not in self.choices:
                 raise ValueError(f"parameters.{self.name} is {value!r}, known are {', '.join(self.choices)}")
-        elif not (value.isascii() and value.isdigit() and self.low <= int(value) <= self.high):
+            return self.words(value)
+        if not (value.isascii() and value.isdigit() and self.low <= int(value) <= self.high):
             raise ValueError(f"parameters.{self.name} is {value}, allowed are {self.low} to {self.high}")
+        return int(value) / _PER_UNIT[self.unit] if self.unit in _PER_UNIT else int(value)
+
+    def format(self, parameters: StrategyParameters) -> str:
+        """Write a value as on the wire."""
+        value = getattr(parameters, self.field)
+        return str(value.value) if self.words is not None else str(round(value * _PER_UNIT.get(self.unit, 1)))
 
 
-WATERMARK = Parameter(name="watermark_percent", low=50, high=99, unit="percent", source="TaiChi, section 3.3")
-APPROACHING_FACTOR = Parameter(
-    name="approaching_factor_percent", low=50, high=100, unit="percent", source="TaiChi, section 4.1"
-)
-EARLY_REJECTION = Parameter(name="early_rejection", choices=tuple(EarlyRejection))
-MIN_TOKENS_BETWEEN_MOVES = Parameter(name="min_tokens_between_moves", low=0, high=65_536, unit="tokens")
-PREFILL_BATCH_TOKENS = Parameter(
-    name="prefill_batch_tokens",
-    low=0,
-    high=1_048_576,
-    unit="tokens",
-    source="DistServe, section 4.3: L_m; the value: FlowPrefill, section 6.1",
-)
-BATCH_TOKEN_BUDGET = Parameter(
-    name="batch_token_budget",
-    low=16,
-    high=1_048_576,
-    unit="tokens",
-    source="FlowPrefill, section 6.3",
-)
-# Engines keep handed-off KV for 30 s at most, and a pull may take 2 s to begin.
-GRANT_WAIT_MILLISECONDS = Parameter(name="grant_wait_milliseconds", low=1, high=25_000, unit="milliseconds")
-TPOT_SHARE = Parameter(name="tpot_share_percent", low=50, high=100, unit="percent")
-LEAST_PREFILL = Parameter(name="least_prefill_percent", low=0, high=100, unit="percent")
-LATE_TTFT_FACTOR = Parameter(name="late_ttft_factor_percent", low=100, high=400, unit="percent")
-LATE_SHARE = Parameter(name="late_share_percent", low=0, high=100, unit="percent")
-OVERLOAD_ORDER = Parameter(
-    name="overload_order",
-    choices=tuple(OverloadOrder),
-    source="Moore, Management Science 15(1), 1968",
-)
-PACK_SHARE = Parameter(name="pack_share_percent", low=0, high=100, unit="percent")
-CREDIT = Parameter(name="credit_milliseconds", low=0, high=10_000, unit="milliseconds")
-MACRO_INSTANCE_LEAST = Parameter(
-    name="macro_instance_least", low=1, high=256, unit="engines", source="EcoServe, section 4.3.2: N_l"
-)
-MACRO_INSTANCE_MOST = Parameter(
-    name="macro_instance_most", low=1, high=1024, unit="engines", source="EcoServe, section 4.3.2: N_u"
-)
-SPLIT_SEARCH_STEPS = Parameter(
-    name="split_search_steps", low=1, high=16, unit="steps", source="DynaServe, section 4.1: K"
-)
-SPLIT_MARGIN_TOKENS = Parameter(
-    name="split_margin_tokens", low=0, high=65_536, unit="tokens", source="DynaServe, section 5"
-)
-TBT_TARGET_MILLISECONDS = Parameter(name="tbt_target_milliseconds", low=0, high=60_000, unit="milliseconds")
-PARAMETERS = (
-    WATERMARK,
-    APPROACHING_FACTOR,
-    EARLY_REJECTION,
-    MIN_TOKENS_BETWEEN_MOVES,
-    PREFILL_BATCH_TOKENS,
-    BATCH_TOKEN_BUDGET,
-    GRANT_WAIT_MILLISECONDS,
-    TPOT_SHARE,
-    LEAST_PREFILL,
-    LATE_TTFT_FACTOR,
-    LATE_SHARE,
-    OVERLOAD_ORDER,
-    PACK_SHARE,
-    CREDIT,
-    MACRO_INSTANCE_LEAST,
-    MACRO_INSTANCE_MOST,
-    SPLIT_SEARCH_STEPS,
-    SPLIT_MARGIN_TOKENS,
-    TBT_TARGET_MILLISECONDS,
+# Every strategy has these.
+EARLY_REJECTION = Parameter(name="early_rejection", field="early_rejection", words=EarlyRejection)
+WATERMARK = Parameter(
+    name="watermark_percent", field="watermark", low=50, high=99, unit="percent", source="TaiChi, section 3.3"
 )
 
 
@@ -217,31 +175,8 @@ def read_parameters(rows: tuple[Parameter, ...], values: Mapping[str, str], stra
     for name in sorted(values):
         if name not in known:
             raise ValueError(f"parameters.{name} is unknown to strategy {strategy!r}; known are {', '.join(known)}")
-    read = format_parameters(PARAMETERS, StrategyParameters())
-    for row in rows:
-        read[row.name] = values.get(row.name, read[row.name])
-        row.check(read[row.name])
-    return StrategyParameters(
-        watermark=int(read[WATERMARK.name]) / 100,
-        approaching_factor=int(read[APPROACHING_FACTOR.name]) / 100,
-        early_rejection=EarlyRejection(read[EARLY_REJECTION.name]),
-        min_tokens_between_moves=int(read[MIN_TOKENS_BETWEEN_MOVES.name]),
-        prefill_batch_tokens=int(read[PREFILL_BATCH_TOKENS.name]),
-        batch_token_budget=int(read[BATCH_TOKEN_BUDGET.name]),
-        grant_wait_s=int(read[GRANT_WAIT_MILLISECONDS.name]) / 1e3,
-        tpot_share=int(read[TPOT_SHARE.name]) / 100,
-        least_prefill_share=int(read[LEAST_PREFILL.name]) / 100,
-        late_ttft_factor=int(read[LATE_TTFT_FACTOR.name]) / 100,
-        late_share=int(read[LATE_SHARE.name]) / 100,
-        overload_order=OverloadOrder(read[OVERLOAD_ORDER.name]),
-        pack_share=int(read[PACK_SHARE.name]) / 100,
-        credit_s=int(read[CREDIT.name]) / 1000,
-        macro_instance_least=int(read[MACRO_INSTANCE_LEAST.name]),
-        macro_instance_most=int(read[MACRO_INSTANCE_MOST.name]),
-        split_search_steps=int(read[SPLIT_SEARCH_STEPS.name]),
-        split_margin_tokens=int(read[SPLIT_MARGIN_TOKENS.name]),
-        tbt_target_s=int(read[TBT_TARGET_MILLISECONDS.name]) / 1000,
-    )
+    read = {known[name].field: known[name].read(value) for name, value in values.items()}
+    return replace(StrategyParameters(), **read)
 
 
 def format_parameters(rows: tuple[Parameter, ...], parameters: StrategyParameters) -> dict[str, str]:
@@ -251,25 +186,4 @@ def format_parameters(rows: tuple[Parameter, ...], parameters: StrategyParameter
         rows: Those that are written.
         parameters: Their values.
     """
-    values = {
-        WATERMARK.name: str(round(parameters.watermark * 100)),
-        APPROACHING_FACTOR.name: str(round(parameters.approaching_factor * 100)),
-        EARLY_REJECTION.name: str(parameters.early_rejection.value),
-        MIN_TOKENS_BETWEEN_MOVES.name: str(parameters.min_tokens_between_moves),
-        PREFILL_BATCH_TOKENS.name: str(parameters.prefill_batch_tokens),
-        BATCH_TOKEN_BUDGET.name: str(parameters.batch_token_budget),
-        GRANT_WAIT_MILLISECONDS.name: str(round(parameters.grant_wait_s * 1e3)),
-        TPOT_SHARE.name: str(round(parameters.tpot_share * 100)),
-        LEAST_PREFILL.name: str(round(parameters.least_prefill_share * 100)),
-        LATE_TTFT_FACTOR.name: str(round(parameters.late_ttft_factor * 100)),
-        LATE_SHARE.name: str(round(parameters.late_share * 100)),
-        OVERLOAD_ORDER.name: str(parameters.overload_order.value),
-        PACK_SHARE.name: str(round(parameters.pack_share * 100)),
-        CREDIT.name: str(round(parameters.credit_s * 1000)),
-        MACRO_INSTANCE_LEAST.name: str(parameters.macro_instance_least),
-        MACRO_INSTANCE_MOST.name: str(parameters.macro_instance_most),
-        SPLIT_SEARCH_STEPS.name: str(parameters.split_search_steps),
-        SPLIT_MARGIN_TOKENS.name: str(parameters.split_margin_tokens),
-        TBT_TARGET_MILLISECONDS.name: str(round(parameters.tbt_target_s * 1000)),
-    }
-    return {row.name: values[row.name] for row in rows}
+    return {row.name: row.format(parameters) for row in rows}

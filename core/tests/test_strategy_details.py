@@ -256,12 +256,12 @@ def test_lengths_are_learned_known_and_wrong_by_a_deviation():
 @pytest.mark.parametrize("value", ["", "-1", "1.0", "x", "49", "100", "٩٠", "²"])
 def test_a_number_is_of_plain_digits_within_its_bounds(value):
     with pytest.raises(ValueError, match=r"parameters\.watermark_percent is"):
-        WATERMARK.check(value)
+        WATERMARK.read(value)
 
 
 def test_bounds_themselves_are_allowed():
     for value in ("50", "99", "090"):
-        WATERMARK.check(value)
+        WATERMARK.read(value)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 from verdicts import Case, make_manifest, merge, read_table, validate
 
-from sluice_core.strategies import DEFAULT_STRATEGY, STRATEGIES
-from sluice_core.strategy_parameters import PARAMETERS, StrategyParameters, format_parameters
+from sluice_core.strategies import DEFAULT_STRATEGY, PARAMETERS, STRATEGIES
+from sluice_core.strategy_parameters import StrategyParameters, format_parameters
 from sluice_operator.api import cross_field_rules
 from sluice_operator.api.condition_types import REASONS, ConditionType
 from sluice_operator.api.manifest import ManifestError, check_manifest

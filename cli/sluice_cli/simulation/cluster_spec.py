@@ -13,7 +13,8 @@ from sluice_cli.simulation.simulation_settings import AHEAD, SimulationSettings,
 from sluice_core.latency.known_gpus import parse_gpus
 from sluice_core.records import Slo, SloClass
 from sluice_core.scheduling.router_wait_limit import ROUTER_WAIT_LIMIT_S
-from sluice_core.strategy_parameters import PARAMETERS, read_parameters
+from sluice_core.strategies import PARAMETERS
+from sluice_core.strategy_parameters import read_parameters
 from sluice_operator.api.sliders import resolve_sliders, resolve_strategy, write_parameters
 
 if TYPE_CHECKING:

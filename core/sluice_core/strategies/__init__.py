@@ -13,8 +13,9 @@ from sluice_core.strategies.flowprefill import FLOWPREFILL
 from sluice_core.strategies.interface import Strategy
 from sluice_core.strategies.sluice import SLUICE
 from sluice_core.strategies.taichi import TAICHI
+from sluice_core.strategy_parameters import Parameter
 
-__all__ = ["DEFAULT_STRATEGY", "INITIAL_STRATEGY", "STRATEGIES", "Strategy", "get_strategy"]
+__all__ = ["DEFAULT_STRATEGY", "INITIAL_STRATEGY", "PARAMETERS", "STRATEGIES", "Strategy", "get_strategy"]
 
 DEFAULT_STRATEGY: Strategy = TAICHI
 # In force on an engine before its first plan: nothing moves.
@@ -22,6 +23,10 @@ INITIAL_STRATEGY: Strategy = AGGREGATED
 STRATEGIES: dict[str, Strategy] = {
     row.name: row for row in (TAICHI, AGGREGATED, DISAGGREGATED, DYNASERVE, FLOWPREFILL, ECOSERVE, SLUICE)
 }
+# Those of all strategies, each once.
+PARAMETERS: tuple[Parameter, ...] = tuple(
+    {row.name: row for strategy in STRATEGIES.values() for row in strategy.parameters}.values()
+)
 
 
 def get_strategy(name: str) -> Strategy:

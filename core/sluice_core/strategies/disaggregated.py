@@ -18,12 +18,19 @@ from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.placements import PLACEMENTS
 from sluice_core.strategies.role_policies import FlowRules, RoleEngine, RoleRouter
-from sluice_core.strategy_parameters import (
-    EARLY_REJECTION,
-    GRANT_WAIT_MILLISECONDS,
-    PREFILL_BATCH_TOKENS,
-    WATERMARK,
-    StrategyParameters,
+from sluice_core.strategy_parameters import EARLY_REJECTION, WATERMARK, Parameter, StrategyParameters
+
+PREFILL_BATCH_TOKENS = Parameter(
+    name="prefill_batch_tokens",
+    field="prefill_batch_tokens",
+    low=0,
+    high=1_048_576,
+    unit="tokens",
+    source="DistServe, section 4.3: L_m; the value: FlowPrefill, section 6.1",
+)
+# Engines keep handed-off KV for 30 s at most, and a pull may take 2 s to begin.
+GRANT_WAIT_MILLISECONDS = Parameter(
+    name="grant_wait_milliseconds", field="grant_wait_s", low=1, high=25_000, unit="milliseconds"
 )
 
 

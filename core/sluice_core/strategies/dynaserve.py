@@ -18,13 +18,26 @@ from sluice_core.scheduling.splitting.predicted_output_lengths import OutputLeng
 from sluice_core.scheduling.splitting.split_placement import SplitPlacement
 from sluice_core.strategies.interface import Need, RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.role_policies import RoleRouter
-from sluice_core.strategy_parameters import (
-    EARLY_REJECTION,
-    SPLIT_MARGIN_TOKENS,
-    SPLIT_SEARCH_STEPS,
-    TBT_TARGET_MILLISECONDS,
-    WATERMARK,
-    StrategyParameters,
+from sluice_core.strategy_parameters import EARLY_REJECTION, WATERMARK, Parameter, StrategyParameters
+
+SPLIT_SEARCH_STEPS = Parameter(
+    name="split_search_steps",
+    field="split_search_steps",
+    low=1,
+    high=16,
+    unit="steps",
+    source="DynaServe, section 4.1: K",
+)
+SPLIT_MARGIN_TOKENS = Parameter(
+    name="split_margin_tokens",
+    field="split_margin_tokens",
+    low=0,
+    high=65_536,
+    unit="tokens",
+    source="DynaServe, section 5",
+)
+TBT_TARGET_MILLISECONDS = Parameter(
+    name="tbt_target_milliseconds", field="tbt_target_s", low=0, high=60_000, unit="milliseconds"
 )
 
 

@@ -17,12 +17,23 @@ from sluice_core.scheduling.engine_policy import EnginePolicy
 from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
 from sluice_core.strategies.interface import Need, RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.role_policies import RoleRouter
-from sluice_core.strategy_parameters import (
-    EARLY_REJECTION,
-    MACRO_INSTANCE_LEAST,
-    MACRO_INSTANCE_MOST,
-    WATERMARK,
-    StrategyParameters,
+from sluice_core.strategy_parameters import EARLY_REJECTION, WATERMARK, Parameter, StrategyParameters
+
+MACRO_INSTANCE_LEAST = Parameter(
+    name="macro_instance_least",
+    field="macro_instance_least",
+    low=1,
+    high=256,
+    unit="engines",
+    source="EcoServe, section 4.3.2: N_l",
+)
+MACRO_INSTANCE_MOST = Parameter(
+    name="macro_instance_most",
+    field="macro_instance_most",
+    low=1,
+    high=1024,
+    unit="engines",
+    source="EcoServe, section 4.3.2: N_u",
 )
 
 

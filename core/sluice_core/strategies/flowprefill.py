@@ -18,12 +18,15 @@ from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.placements import PLACEMENTS
 from sluice_core.strategies.role_policies import RoleEngine, RoleRouter
-from sluice_core.strategy_parameters import (
-    BATCH_TOKEN_BUDGET,
-    EARLY_REJECTION,
-    WATERMARK,
-    PrefillOrder,
-    StrategyParameters,
+from sluice_core.strategy_parameters import EARLY_REJECTION, WATERMARK, Parameter, PrefillOrder, StrategyParameters
+
+BATCH_TOKEN_BUDGET = Parameter(
+    name="batch_token_budget",
+    field="batch_token_budget",
+    low=16,
+    high=1_048_576,
+    unit="tokens",
+    source="FlowPrefill, section 6.3",
 )
 
 

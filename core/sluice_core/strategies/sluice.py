@@ -16,18 +16,19 @@ from sluice_core.scheduling.slack.slack_placement import SlackPlacement
 from sluice_core.scheduling.waiting_order import Urgency, compute_urgency
 from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.role_policies import RoleRouter
-from sluice_core.strategy_parameters import (
-    CREDIT,
-    EARLY_REJECTION,
-    LATE_SHARE,
-    LATE_TTFT_FACTOR,
-    LEAST_PREFILL,
-    OVERLOAD_ORDER,
-    PACK_SHARE,
-    TPOT_SHARE,
-    WATERMARK,
-    StrategyParameters,
+from sluice_core.strategy_parameters import EARLY_REJECTION, WATERMARK, OverloadOrder, Parameter, StrategyParameters
+
+TPOT_SHARE = Parameter(name="tpot_share_percent", field="tpot_share", low=50, high=100, unit="percent")
+LEAST_PREFILL = Parameter(name="least_prefill_percent", field="least_prefill_share", low=0, high=100, unit="percent")
+LATE_TTFT_FACTOR = Parameter(
+    name="late_ttft_factor_percent", field="late_ttft_factor", low=100, high=400, unit="percent"
 )
+LATE_SHARE = Parameter(name="late_share_percent", field="late_share", low=0, high=100, unit="percent")
+OVERLOAD_ORDER = Parameter(
+    name="overload_order", field="overload_order", words=OverloadOrder, source="Moore, Management Science 15(1), 1968"
+)
+PACK_SHARE = Parameter(name="pack_share_percent", field="pack_share", low=0, high=100, unit="percent")
+CREDIT = Parameter(name="credit_milliseconds", field="credit_s", low=0, high=10_000, unit="milliseconds")
 
 
 class SlackRouter(RoleRouter):

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from sluice_core.strategies.interface import SliderUse, Strategy
 from sluice_core.strategies.role_policies import FlowRules
-from sluice_core.strategy_parameters import APPROACHING_FACTOR, EARLY_REJECTION, MIN_TOKENS_BETWEEN_MOVES, WATERMARK
+from sluice_core.strategy_parameters import EARLY_REJECTION, WATERMARK, Parameter
+
+APPROACHING_FACTOR = Parameter(
+    name="approaching_factor_percent",
+    field="approaching_factor",
+    low=50,
+    high=100,
+    unit="percent",
+    source="TaiChi, section 4.1",
+)
+MIN_TOKENS_BETWEEN_MOVES = Parameter(
+    name="min_tokens_between_moves", field="min_tokens_between_moves", low=0, high=65_536, unit="tokens"
+)
 
 TAICHI = Strategy(
     name="taichi",

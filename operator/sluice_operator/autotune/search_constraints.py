@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sluice_core.strategies import get_strategy
-from sluice_core.strategy_parameters import PARAMETERS, read_parameters
+from sluice_core.strategies import PARAMETERS, get_strategy
+from sluice_core.strategy_parameters import read_parameters
 from sluice_operator.api.field_types import percent
 from sluice_operator.api.sliders import AUTO, resolve_sliders, write_parameters
 
