@@ -162,6 +162,7 @@ class SimCluster:
         if request.part_blocks:
             self.take_room_back(request)
         request.target = request.table = request.planned_target = None
+        request.num_blocks = 0
         request.split_token = request.part_tokens = request.sent_tokens = request.part_move = 0
         self.routers.of_request(request.index).held[request.request_id] = request.describe_prefill()
 
@@ -288,7 +289,7 @@ class SimCluster:
         request.is_whole = True
         if source.is_draining:
             source.release(request.num_blocks, request.part_tokens, request.source_table)
-            request.num_blocks, request.source_table = 0, None
+            request.source_table = None
             self.recover(request)
             return
         router, block_size = self.routers.of_request(request.index), source.setup.block_size_tokens

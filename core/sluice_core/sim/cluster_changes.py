@@ -107,7 +107,6 @@ class ChangingCluster(SimCluster):
         if self._prefixes is not None:
             self._prefixes.remove(engine_id)
         for request in engine.clear(self.now):
-            request.num_blocks = 0
             self.hold(request)
         self._cut_prompts.fail(engine)
         if self._hand_offs is not None:

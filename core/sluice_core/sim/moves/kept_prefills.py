@@ -111,6 +111,5 @@ class KeptPrefills:
         del self._waiting[request.index]
         request.is_leaving = False
         source.release(request.num_blocks, request.num_kv_tokens, request.source_table)
-        request.num_blocks = 0
         self._cluster.start_engine(source)
         self._cluster.recover(request)
