@@ -7,6 +7,7 @@ from sluice_core.scheduling.engine_policy import EnginePolicy, RequestKind
 from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.engine.freed_blocks import FreedBlocks
 from sluice_core.sim.engine.preemption import leave_decodes
+from sluice_core.sim.engine.prefix_cache import PrefixCache
 from sluice_core.sim.engine.scheduler_state import SchedulerState
 from sluice_core.sim.requests import RequestState, SimRequest
 from sluice_core.sim.sim_setup import EngineSetup
@@ -91,14 +92,10 @@ class MovingRequests(SchedulerState):
         """Grant blocks and a seat to a prompt whose beginning another engine computes; cached blocks are held."""
         self.reserve(num_blocks)
         request.part_blocks = num_blocks
-        cache = self.cache
-        if cache is not None:
-            index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
-            found = cache.find_cached_blocks(index, prompt_tokens, hashes, request.split_token)
-            self.granted_blocks -= len(found)
-            self.used_blocks += cache.count_free(found)
-            request.part_table = cache.open_table(index, prompt_tokens, hashes, found)
-            request.sent_tokens = len(found) * self.setup.block_size_tokens
+        if self.cache is not None:
+            table = request.part_table = self._hold_cached(self.cache, request, request.split_token)
+            self.granted_blocks -= table.num_found
+            request.sent_tokens = table.num_found * self.setup.block_size_tokens
 
     def give_up_room(self, request: SimRequest) -> None:
         """Take back what was kept for a prompt that was cut."""
@@ -117,14 +114,11 @@ class MovingRequests(SchedulerState):
         self.ungrant(self._open_room(request))
         num_found = 0
         if cache is not None:
-            index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
-            found = cache.find_cached_blocks(index, prompt_tokens, hashes, prompt_tokens - 1)
-            num_found = len(found)
-            self.used_blocks += cache.count_free(found)
-            request.table = cache.open_table(index, prompt_tokens, hashes, found)
+            table = request.table = self._hold_cached(cache, request, request.prompt_tokens - 1)
+            num_found = table.num_found
             before = max(before, num_found * block_size)
-            cache.extend(request.table, before)
-            cache.num_queried_tokens += prompt_tokens - num_tokens
+            cache.extend(table, before)
+            cache.num_queried_tokens += request.prompt_tokens - num_tokens
             cache.num_hit_tokens += before - num_tokens
         # As vLLM does it takes blocks by the chunk from now on; papers' engines have all of them at once.
         request.num_blocks = -(-(before if self.schedules_ahead else request.prompt_tokens) // block_size)
@@ -158,6 +152,13 @@ class MovingRequests(SchedulerState):
         request.num_blocks = request.part_tokens = request.split_token = request.sent_tokens = 0
         request.source_table = None
         self.note_change()
+
+    def _hold_cached(self, cache: PrefixCache, request: SimRequest, most_tokens: int) -> BlockTable:
+        """Hold the cached blocks of a prompt's first tokens."""
+        index, prompt_tokens, hashes = request.index, request.prompt_tokens, request.block_hashes
+        found = cache.find_cached_blocks(index, prompt_tokens, hashes, most_tokens)
+        self.used_blocks += cache.count_free(found)
+        return cache.open_table(index, prompt_tokens, hashes, found)
 
     def _open_room(self, request: SimRequest) -> int:
         """Let go of cached blocks that were held for a prompt; returns those that are granted without content."""

@@ -277,11 +277,7 @@ class CutHandOffs(SimHandOffs):
 
     def _settle_dead_engine(self, move: SimMove) -> bool:
         """Place a prompt again one of whose engines has died before the KV had come; say whether that is so."""
-        source, target = move.source, move.target
-        if not source.is_dead and not target.is_dead:
+        if not move.source.is_dead and not move.target.is_dead:
             return False
-        if not source.is_dead:
-            source.release(move.num_blocks, move.num_kv_tokens, move.table)
-            self._cluster.start_engine(source)
-        self._cluster.recover(move.request)
+        self._place_again(move)
         return True

@@ -424,15 +424,20 @@ class SimHandOffs:
 
     def _recover_from_dead_engine(self, move: SimMove) -> bool:
         """Settle a move after the hand-off one of whose engines has died; say whether that is so."""
-        request, source, target = move.request, move.source, move.target
+        target = move.target
         if target.is_dead:
-            if not source.is_dead:
-                source.release(move.num_blocks, move.num_kv_tokens, move.table)
-                self._cluster.start_engine(source)
-            self._cluster.recover(request)
+            self._place_again(move)
             return True
-        if source.is_dead:
-            target.recompute_arrival(request)
+        if move.source.is_dead:
+            target.recompute_arrival(move.request)
             self._cluster.start_engine(target)
             return True
         return False
+
+    def _place_again(self, move: SimMove) -> None:
+        """Place a request again that was handed off in vain; its source frees the KV, if it lives."""
+        source = move.source
+        if not source.is_dead:
+            source.release(move.num_blocks, move.num_kv_tokens, move.table)
+            self._cluster.start_engine(source)
+        self._cluster.recover(move.request)
