@@ -26,10 +26,9 @@ import trial
 from contestants import Sluice
 from load_generator import TrafficWorkload
 from run import add_common_options, make_site
-from secrets_of_clients import KEY_TYPES, write_secrets
+from secrets_of_clients import KEY, KEY_TYPES, write_secrets
 
 OPEN, TLS, KEYS, BOTH = "in the open", "TLS", "API keys", "TLS and API keys"
-KEY = "sk-of-the-benchmark-0123456789abcdef0123456789"
 TOKEN, REQUEST, CONNECTION, RESUMED = "token", "request", "new connection", "new connection, session resumed"
 GUARDS = {"tls": TLS, "keys": KEYS, "both": BOTH}
 UNITS = {"token": (TOKEN,), "request": (REQUEST,), "connection": (REQUEST, CONNECTION, RESUMED)}
@@ -57,7 +56,7 @@ class Case:
 
 def make_routers(options: argparse.Namespace, folder: Path) -> dict[str, Sluice]:
     """Makes the router with each choice of guards; their certificate and keys are in a folder."""
-    tls, keys = write_secrets(folder, KEY, options.key_type)
+    tls, keys = write_secrets(folder, options.key_type)
     with_tls, with_keys = ("--front-tls", str(tls)), ("--api-keys", str(keys))
     sends_tls, sends_key = ("--tls",), ("--api-key", KEY)
     router = Sluice(strategy=options.strategy)

@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from secrets_of_clients import write_secrets
+from secrets_of_clients import KEY, write_secrets
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 OWN_ROOT = Path(__file__).parents[2]
 WARM_UP_ROUNDS = 5
 READ_BYTES = 1 << 16
-KEY = "sk-of-the-benchmark-0123456789abcdef0123456789"
 # What goes over the pipe to the child and back.
 NEXT, LAST = True, False
 # DATA (0) of stream 1 without flags, as gRPC's servers send it.
@@ -172,7 +171,7 @@ def make_access(options: argparse.Namespace) -> Any:
     from sluice_router.security.api_keys import ApiKeys  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
-        tls, keys = write_secrets(Path(folder), KEY)
+        tls, keys = write_secrets(Path(folder))
         return ClientAccess(
             keys=ApiKeys(keys) if options.keys else None,
             certificates=CertificateFolder(tls, is_mutual=False) if options.tls else None,
@@ -194,8 +193,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     text = await asyncio.to_thread(ModelText.load, options.model)
     harness = Harness({f"d{number}": "D" for number in range(options.engines)})
     harness.router.now = time.monotonic
-    token_id = text.encode_now(" the", add_special_tokens=False)[0]
-    engines = EngineSide(harness.router, loop, token_id, options.tokens)
+    engines = EngineSide(harness.router, loop, text.encode_now(" the", add_special_tokens=False)[0], options.tokens)
     for engine in harness.engines.values():
         engines.attach(engine)
     harness.router.connect(engines)

@@ -12,15 +12,16 @@ if TYPE_CHECKING:
 
 NUM_OWNERS = 100
 KEYS_OF_OWNER = 10
+# The key that clients send.
+KEY = "sk-of-the-benchmark-0123456789abcdef0123456789"
 KEY_TYPES = {"ecdsa": trustme.KeyType.ECDSA, "rsa": trustme.KeyType.RSA}
 
 
-def write_secrets(folder: Path, key: str, key_type: str = "ecdsa") -> tuple[Path, Path]:
-    """Writes a certificate, and the keys of many owners.
+def write_secrets(folder: Path, key_type: str = "ecdsa") -> tuple[Path, Path]:
+    """Writes a certificate, and the keys of many owners, ``KEY`` among them.
 
     Args:
         folder: Of both.
-        key: One of the keys.
         key_type: Of the certificate: ``ecdsa`` (P-256) or ``rsa`` (2,048 bits).
 
     Returns:
@@ -36,5 +37,5 @@ def write_secrets(folder: Path, key: str, key_type: str = "ecdsa") -> tuple[Path
     for number in range(NUM_OWNERS):
         owned = [secrets.token_urlsafe(32) for _ in range(KEYS_OF_OWNER)]
         (keys / f"owner-{number}").write_text("\n".join(owned))
-    (keys / "client").write_text(key)
+    (keys / "client").write_text(KEY)
     return tls, keys

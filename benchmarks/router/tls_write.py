@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
-        tls, _ = write_secrets(Path(folder), "unused")
+        tls, _ = write_secrets(Path(folder))
         context = make_server_context(read_certificates(tls, is_mutual=False))
     result = {
         "open_us": uvloop.run(measure_writes(options, None)),
