@@ -42,10 +42,12 @@ class Operator:
                 stderr=file,
             )
 
-    def restart_if_ended(self) -> None:
-        """Starts the process again if it has exited, as Kubernetes would."""
-        if self.process.poll() is not None:
+    def restart_if_ended(self) -> bool:
+        """Starts the process again if it has exited, as Kubernetes would; returns whether it had."""
+        has_ended = self.process.poll() is not None
+        if has_ended:
             self.process = self._start()
+        return has_ended
 
     def _arguments(self) -> list[str]:
         return [part for name, value in self.options.items() for part in (f"--{name.replace('_', '-')}", value)]

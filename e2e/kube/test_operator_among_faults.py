@@ -58,8 +58,9 @@ class Replica:
 
     @property
     def operator(self) -> Operator:
-        if self._operator is None or self._operator.process.poll() is not None:
-            self.num_ends += self._operator is not None
+        if self._operator is not None:
+            self.num_ends += self._operator.restart_if_ended()
+        else:
             self._operator = Operator(
                 self._kubeconfig,
                 PORT,
