@@ -177,8 +177,7 @@ def main() -> None:
         counts.add(run_tests([*ON_ALL_CORES, *WHEEL_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
         counts.add(run_tests([*ENGINE_TESTS], limit_s=ENGINE_TESTS_LIMIT_S))
         counts.add(run_cluster_tests())
-    print(*(f"skipped  {skip}" for skip in counts.skips), sep="\n")
-    print(counts)
+    counts.print_with_reasons()
     sys.exit(1 if counts.failed else 0)
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Time for a process to print where it stood.
 DUMP_S = 5.0
+# Of a failed test's message, in characters.
+MESSAGE_LENGTH = 400
 # Names the file in which conftest.py keeps the tests that have begun and not ended.
 RUNNING_TESTS = "SLUICE_RUNNING_TESTS"
 _processes: set[subprocess.Popen[bytes]] = set()
@@ -33,15 +35,22 @@ class Counts:
     passed: int = 0
     failed: int = 0
     skips: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     def add(self, other: Counts) -> None:
         """Adds another run."""
         self.passed += other.passed
         self.failed += other.failed
         self.skips += other.skips
+        self.failures += other.failures
+
+    def print_with_reasons(self, prefix: str = "") -> None:
+        """Prints the last lines of a run: why tests were skipped, what failed, and the counts."""
+        lines = [f"skipped  {skip}" for skip in self.skips] + [f"failed  {failure}" for failure in self.failures]
+        print(*lines, f"{prefix}{self}", sep="\n")
 
     def __str__(self) -> str:
-        """The last line of a run."""
+        """The counts."""
         return f"{self.passed} passed, {self.failed} failed, {len(self.skips)} skipped"
 
 
@@ -169,11 +178,18 @@ def read_report(report: Path) -> Counts:
     counts = Counts()
     cases = ET.parse(report).getroot().iter("testcase") if report.is_file() else ()
     for case in cases:
-        skip = case.find("skipped")
-        if case.find("failure") is not None or case.find("error") is not None:
+        skip, failure = case.find("skipped"), case.find("failure")
+        name = f"{case.get('classname')}.{case.get('name')}"
+        if failure is None:
+            failure = case.find("error")
+        if failure is not None:
             counts.failed += 1
+            # The report's text ends with where it failed.
+            where = (failure.text or "").rstrip().rpartition("\n")[2]
+            message = " ".join((failure.get("message") or "").split())[:MESSAGE_LENGTH]
+            counts.failures.append(f"{name}: {message} ({where})")
         elif skip is not None:
-            counts.skips.append(f"{case.get('classname')}.{case.get('name')}: {skip.get('message')}")
+            counts.skips.append(f"{name}: {skip.get('message')}")
         else:
             counts.passed += 1
     return counts

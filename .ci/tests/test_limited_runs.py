@@ -31,7 +31,8 @@ for child in children:
 RUN_PYTEST = f"""
 from pathlib import Path
 import limited_runs
-print(limited_runs.run_pytest({OPTIONS!r} + ["--rootdir=.", "."], limit_s=LIMIT_S, folder=Path()))
+counts = limited_runs.run_pytest({OPTIONS!r} + ["--rootdir=.", "."], limit_s=LIMIT_S, folder=Path())
+counts.print_with_reasons()
 """
 HANG = """
 import threading
@@ -105,6 +106,7 @@ def test_a_run_that_hangs_names_its_test_and_counts_a_failure(tmp_path: Path) ->
 def test_a_failing_test_that_hangs_in_its_teardown_times_out(tmp_path: Path) -> None:
     done = run(tmp_path, HANG.replace("def test_failing", "@pytest.mark.timeout(2)\ndef test_failing"), 600)
     assert "Timeout (>2.0s)" in done.stdout
+    assert "failed  test_it.test_failing_and_hanging_in_teardown: assert False (test_it.py:" in done.stdout
     # The failure of the test, and the error of its teardown.
     assert done.stdout.endswith("2 passed, 2 failed, 0 skipped\n")
 

@@ -24,7 +24,7 @@ from sluice_router.scheduling.moves.migration import GRANT_TIMEOUT_S, PULL_TIMEO
 from sluice_router.scheduling.moves.move_targets import MAX_MOVES_PER_ENGINE
 from sluice_router.scheduling.planner_samples import NUM_SAMPLES
 from sluice_router.scheduling.resumption.claims import CLAIM_TIMEOUT_S
-from sluice_router.scheduling.wait_limits import WAIT_LIMIT_S
+from sluice_router.scheduling.wait_limits import STREAM_WAIT_LIMIT_S, WAIT_LIMIT_S
 from sluice_router.security.jwt_tokens import JwtSettings
 from sluice_router.security.tls import SecuritySettings
 
@@ -37,6 +37,7 @@ LIMITS: tuple[Limit[Any], ...] = (
     CLAIM_TIMEOUT_S,
     HELLO_TIMEOUT_S,
     WAIT_LIMIT_S,
+    STREAM_WAIT_LIMIT_S,
     MAX_WAITING,
     MAX_RECOVERIES,
     MAX_DEATHS,

@@ -49,6 +49,7 @@ CAUSES = (
 )
 LIMITS = make_limits(
     wait_limit_s=4.0,
+    stream_wait_limit_s=4.0,
     max_waiting=12,
     max_moves_per_engine=4,
     grant_timeout_s=0.5,

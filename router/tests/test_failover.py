@@ -367,23 +367,42 @@ def test_queued_requests_do_not_count_the_death_of_an_engine_that_never_had_them
     harness.assert_idle()
 
 
-def test_after_the_last_engine_requests_wait_and_then_fail():
+def test_after_the_last_engine_a_stream_waits_longer_than_a_new_request_and_then_fails():
     """The wait begins with the engine's death, however long the request has run by then."""
-    harness = Harness({"d0": "D"}, limits=make_limits(wait_limit_s=5))
+    harness = Harness({"d0": "D"}, limits=make_limits(wait_limit_s=5, stream_wait_limit_s=60))
     _, response_stream = harness.admit(20, 50)
     for _ in range(3):
         harness.clock.advance(10)
         harness.step("d0")
         harness.deliver()
     harness.kill("d0")
-    harness.clock.advance(4.9)
+    _, new = harness.admit(20, 50)
+    harness.clock.advance(5)
+    harness.router.tick()
+    assert "within 5 s (no_engine)" in str(new.error)
+    harness.clock.advance(54.9)
     harness.router.tick()
     assert response_stream.error is None
     harness.clock.advance(0.2)
     harness.router.tick()
     assert isinstance(response_stream.error, NoEngineError)
-    assert response_stream.error.retry_after_s == pytest.approx(5.1)
-    assert harness.count("requests", "", "rejected") == 1
+    assert response_stream.error.retry_after_s == pytest.approx(60.1)
+    assert "within 60 s (no_engine)" in str(response_stream.error)
+    assert harness.count("requests", "", "rejected") == 2
+    harness.assert_idle()
+
+
+def test_the_only_engine_that_decodes_may_take_minutes_to_start_again():
+    harness = Harness({"d0": "D"})
+    _, response_stream = harness.admit(20, 20)
+    for _ in range(3):
+        harness.step_all()
+    harness.kill("d0")
+    harness.clock.advance(590)
+    harness.router.tick()
+    harness.attach("d0", epoch=2)
+    harness.run()
+    assert response_stream.token_ids == expected_output(response_stream.prompt, 20)
     harness.assert_idle()
 
 

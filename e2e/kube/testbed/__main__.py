@@ -90,8 +90,7 @@ def test(arguments: tuple[str, ...]) -> None:
     for leftover in leftovers:
         print(f"left behind: {leftover}")
     counts.failed += bool(leftovers)
-    print(*(f"skipped  {skip}" for skip in counts.skips), sep="\n")
-    print(f"e2e-k8s: {counts}")
+    counts.print_with_reasons("e2e-k8s: ")
     sys.exit(1 if counts.failed else 0)
 
 

@@ -1,10 +1,11 @@
-"""How long requests may wait: the caller's deadline, the longest wait for an engine, and longer where they are held."""
+"""How long requests may wait: the caller's deadline, the longest wait for an engine; longer if held or begun."""
 
 from __future__ import annotations
 
 import heapq
 import math
 
+from sluice.v1 import control_pb2
 from sluice_core.scheduling.router_wait_limit import ROUTER_WAIT_LIMIT_S
 from sluice_router.errors import MIN_RETRY_S, DeadlineError, NoEngineError
 from sluice_router.limit_type import Limit
@@ -13,6 +14,9 @@ from sluice_router.scheduling.entities import LiveRequest
 from sluice_router.scheduling.state import RouterState
 
 WAIT_LIMIT_S = Limit("wait_limit_s", ROUTER_WAIT_LIMIT_S, "longest wait for an engine", above=0)
+# Where one engine is all that decodes, its requests wait until it runs again: a start takes minutes for a large model.
+# Their clients have tokens already, and could only ask for all of them again.
+STREAM_WAIT_LIMIT_S = Limit("stream_wait_limit_s", 600.0, "longest wait of a request whose client has tokens", above=0)
 
 
 def expire(state: RouterState, now: float) -> None:
@@ -24,14 +28,25 @@ def expire(state: RouterState, now: float) -> None:
         if request is not None and request.new.deadline_s is not None and request.new.deadline_s <= now:
             late = f"the caller's deadline passed after {now - request.new.arrival_s:.1f} s"
             completion.fail(state, request, DeadlineError(late), now)
-    queues = state.requests
     limit_s = _note_hold(state, now)
-    for request in [item for item in queues.waiting.values() if _waited_s(state, item, now) >= limit_s]:
+    stream_limit_s = max(limit_s, _stream_limit_s(state))
+    for request in list(state.requests.waiting.values()):
+        longest_s = stream_limit_s if request.output_token_ids else limit_s
+        if _waited_s(state, request, now) < longest_s:
+            continue
         why = request.wait_reason or "no_engine"
-        message = f"no engine took the request within {limit_s:g} s ({why})"
+        message = f"no engine took the request within {longest_s:g} s ({why})"
         # An outage of unknown length is expected to last as long again as it has lasted.
         error = NoEngineError(message, retry_after_s=max(MIN_RETRY_S, now - request.waiting_since_s))
         completion.fail(state, request, error, now)
+
+
+def _stream_limit_s(state: RouterState) -> float:
+    """How long a request may wait whose client has tokens, in seconds."""
+    engines = state.engines.connected.values()
+    if engines and all(engine.status == control_pb2.ENGINE_STATE_REFUSED for engine in engines):
+        return 0.0  # they serve another model, and are taken once no stream of the old one waits
+    return state.limits[STREAM_WAIT_LIMIT_S]
 
 
 def _note_hold(state: RouterState, now: float) -> float:
