@@ -318,11 +318,16 @@ def check_pace(name: str, events: list[Event]) -> None:
         before = event
 
 
+def count_degrades(events: list[Event]) -> int:
+    """Count how often a request was proposed to degrade; where nothing is granted, the next longest is proposed."""
+    return sum(event["event"] == "proposed" and event["cause"] == "degrade" for event in events)
+
+
 async def test_the_longest_output_leaves_a_d_heavy_engine_above_the_watermark(flowing: Cluster, texts: Texts) -> None:
     p_heavy, d_heavy = name_engines(flowing)
     async with loaded(flowing) as load:
-        before = await load.count_moves()
         for attempt in range(NUM_ATTEMPTS):
+            before = await load.count_moves()
             first = load.start(texts.first, f"long-{attempt}")
             await until("the first stream decodes", lambda: first.num_tokens >= 64)  # noqa: B023
             second = load.start(texts.second, f"short-{attempt}")
@@ -330,7 +335,9 @@ async def test_the_longest_output_leaves_a_d_heavy_engine_above_the_watermark(fl
             async with load.repeating([texts.filler], f"filler-{attempt}"):
                 is_seen = await load.has_moved("degrade", first, second)
             await asyncio.gather(first.task, second.task)
-            if is_seen:
+            num_degrades = [count_degrades(await load.explain(stream)) for stream in (first, second)]
+            assert num_degrades[0] > 0 or num_degrades[1] == 0
+            if is_seen and num_degrades[1] == 0:
                 break
         moves = {stream: await load.list_moves(stream) for stream in (first, second)}
         after = await load.count_moves()
@@ -355,10 +362,14 @@ async def test_a_decode_that_nears_its_objective_flows_back_and_counts_as_short_
             first, second = await flow_one_back(load, texts, str(attempt), slo_ms, share)
             lead = await compare_lengths(load, first, second)
             if lead == 0:
+                num_before = count_degrades(await load.explain(first))
                 async with load.repeating([texts.filler], f"filler-again-{attempt}"):
                     is_seen = await has_degraded_again(load, first, second)
-                if is_seen:
+                num_degrades = [count_degrades(await load.explain(stream)) for stream in (first, second)]
+                if is_seen and num_degrades[0] == num_before:
                     break
+                # The other one counts as longer: it is proposed first, and this one only where that was not granted.
+                assert num_degrades[0] == num_before or num_degrades[1] > 0
             moves = [move[0] for move in await load.list_moves(first)]
             if "degrade" not in moves:
                 slo_ms = math.ceil(1.4 * slo_ms)  # it would flow back at once, and so never degrades
