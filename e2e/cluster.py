@@ -108,6 +108,33 @@ class Cluster:
         change(edited["spec"])
         self.write(edited)
 
+    def edit_plan(
+        self,
+        change: Callable[[dict[str, Any]], None],
+        is_reached: Callable[[dict[str, Any]], bool] = lambda _: True,
+        timeout_s: float = 90.0,
+    ) -> dict[str, Any]:
+        """Edit what the plan says, and wait until every engine has taken it.
+
+        Args:
+            change: Changes the spec.
+            is_reached: What else holds by then.
+            timeout_s: Seconds.
+
+        Returns:
+            The status then.
+        """
+        generation = max(router["generation"] for router in self.status()["routers"])
+        self.edit(change)
+        return self.wait(
+            "the edited plan is in force",
+            lambda status: (
+                all(router["acknowledged_generation"] > generation for router in status["routers"])
+                and is_reached(status)
+            ),
+            timeout_s,
+        )
+
     def write(self, manifest: dict[str, Any]) -> None:
         path = self.directory / "manifest.yaml"
         temporary = path.with_suffix(".tmp")

@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
 NUM_REQUESTS = 220
 PORTS = "27000-27999"
+# Fields of a spec that the plan follows from.
+PLAN_FIELDS = ("strategy", "prefillHeavy", "chunkSizes", "slo", "parameters")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -85,6 +87,10 @@ def cluster(shared_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator
     before = shared_cluster.manifest
     shared_cluster.wait_idle()
     yield shared_cluster
+    changed = shared_cluster.manifest["spec"]
+    if any(changed.get(field) != before["spec"].get(field) for field in PLAN_FIELDS):
+        # The next test begins under this plan.
+        shared_cluster.edit_plan(lambda spec: spec.update({field: before["spec"].get(field) for field in PLAN_FIELDS}))
     if shared_cluster.manifest != before:
         shared_cluster.write(before)
     shared_cluster.wait_ready()

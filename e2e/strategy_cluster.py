@@ -42,12 +42,7 @@ def use_strategy(cluster: Cluster, strategy: str) -> None:
     """Edit the strategy, and wait until every engine has taken the plan."""
     if cluster.manifest["spec"]["strategy"] == strategy:
         return
-    generation = max(router["generation"] for router in cluster.status()["routers"])
-    cluster.edit(lambda spec: spec.update(strategy=strategy))
-    cluster.wait(
-        f"{strategy} is in force",
-        lambda status: all(router["acknowledged_generation"] > generation for router in status["routers"]),
-    )
+    cluster.edit_plan(lambda spec: spec.update(strategy=strategy))
 
 
 # Events of a strategy that load alone shall bring about, and how often the same load is tried: on a busy machine fewer

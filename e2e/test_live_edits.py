@@ -130,21 +130,18 @@ async def find_late_placement(cluster: Cluster, client: Client, number: int) -> 
 async def test_a_live_edit_breaks_no_stream(cluster: Cluster, known: list[tuple[Request, Answer]], name: str) -> None:
     edit, is_in_force = EDITS[name]
     before = cluster.status()
-    generation = max(router["generation"] for router in before["routers"])
     first = list(EDITS).index(name) * 16
     asked = known[first : first + 16]
     loop = asyncio.get_running_loop()
-
-    def is_reached(status: dict[str, Any]) -> bool:
-        return is_in_force(status) and all(r["acknowledged_generation"] > generation for r in status["routers"])
 
     async with cluster.client() as client:
         if "parameters" in edit:
             assert await find_late_placement(cluster, client, 1) == "least_late"
         async with keep_streaming(client, asked):
             start_s = time.monotonic()
-            await loop.run_in_executor(None, lambda: cluster.edit(lambda spec: merge(spec, edit)))
-            after = await loop.run_in_executor(None, cluster.wait, f"{name} is in force", is_reached, IN_FORCE_S)
+            after = await loop.run_in_executor(
+                None, cluster.edit_plan, lambda spec: merge(spec, edit), is_in_force, IN_FORCE_S
+            )
             print(f"{name}: in force after {time.monotonic() - start_s:.2f} s, status calls included")
         # Requests under the new settings are exact too, and have the objectives that are in force.
         for request, answer in asked[:4]:
@@ -200,16 +197,14 @@ async def switch(cluster: Cluster, strategy: Strategy) -> dict[str, Any]:
     loop = asyncio.get_running_loop()
     sizes = cluster.manifest["spec"]["chunkSizes"]
     prefill, decode = strategy.sliders.resolve(sizes["prefillHeavy"], sizes["decodeHeavy"], MAX_BATCH_TOKENS)
-    before = await loop.run_in_executor(None, cluster.status)
-    generation = max(router["generation"] for router in before["routers"])
 
-    def is_reached(status: dict[str, Any]) -> bool:
-        is_acknowledged = all(router["acknowledged_generation"] > generation for router in status["routers"])
-        is_taken = chunk_sizes(status) == sorted([prefill, prefill, decode, decode])
-        return is_acknowledged and is_taken and not any(engine["last_fault"] for engine in status["engines"])
+    def is_taken(status: dict[str, Any]) -> bool:
+        has_faults = any(engine["last_fault"] for engine in status["engines"])
+        return chunk_sizes(status) == sorted([prefill, prefill, decode, decode]) and not has_faults
 
-    await loop.run_in_executor(None, lambda: cluster.edit(lambda spec: spec.update(strategy=strategy.title)))
-    return await loop.run_in_executor(None, cluster.wait, f"{strategy.title} is in force", is_reached, IN_FORCE_S)
+    return await loop.run_in_executor(
+        None, cluster.edit_plan, lambda spec: spec.update(strategy=strategy.title), is_taken, IN_FORCE_S
+    )
 
 
 async def read_errors(cluster: Cluster, router: str) -> list[float]:
