@@ -64,6 +64,7 @@ def test_a_prompt_that_is_cut_anywhere_has_the_tokens_of_a_whole_one(
     pair: tuple[Engine, Engine] = request.getfixturevalue(kind)
     prompt = make_prompt(num_prompt_tokens)
     expected = run_alone(pair[0], prompt, max_tokens=NUM_TOKENS, **sampling)
+    before = pair[1].load()
     for cut in CUTS:
         for engine in pair:
             engine.client.reset_prefix_cache()
@@ -75,7 +76,7 @@ def test_a_prompt_that_is_cut_anywhere_has_the_tokens_of_a_whole_one(
         expected_parts = [core_messages.PulledPart(key=key, num_tokens=num_brought)] if cut != -1 else []
         assert take_pulled(pair[1]) == expected_parts
     wait(pair, lambda: all(engine.is_idle() for engine in pair))
-    assert pair[1].load().num_recomputed_pulls == 0
+    assert pair[1].load().num_recomputed_pulls == before.num_recomputed_pulls
 
 
 def test_the_rest_of_a_prompt_keeps_to_the_chunk_size(pair: tuple[Engine, Engine]) -> None:
