@@ -91,10 +91,30 @@ def test_a_jump_is_planned_for_within_a_minute_and_chance_is_not(lead_s):
 
 
 def test_what_has_arrived_for_five_minutes_is_planned_for_however_low_the_hour_was():
-    hour = [9.0] * 140 + [12.0] * 40 + [9.0] * 40 + [11.0] * 20
+    hour = [9.0] * 140 + [10.0] * 40 + [9.0] * 40 + [11.0] * 20
     demand = feed(DemandForecast(lead_s=120.0, short_share=0.5), hour)
     assert demand.forecast_rps * demand.headroom < 10.5
     assert demand.planned_rps == pytest.approx(11.0)
+
+
+@pytest.mark.parametrize("lead_s", [30.0, 120.0, 600.0])
+@pytest.mark.parametrize(("before_rps", "after_rps"), [(3.0, 18.0), (18.0, 3.0), (3.0, 0.0), (0.0, 3.0)])
+def test_after_a_change_the_rate_before_and_what_it_had_said_count_no_more(before_rps, after_rps, lead_s):
+    steady = feed(DemandForecast(lead_s=lead_s), [before_rps] * NUM_HOUR_BINS)
+    late = feed(steady, [after_rps] * 15)
+    assert len(late.counts) == NUM_HOUR_BINS
+    demand = feed(late, [after_rps] * 5)
+    assert demand.forecast_rps == pytest.approx(after_rps)
+    # No forecast from before is compared with what comes now.
+    assert set(feed(demand, [after_rps] * 100).errors) <= {1.0}
+
+
+def test_a_burst_no_higher_than_another_of_the_hour_is_no_change():
+    bursts = [3.0] * 80 + [9.0] * 5 + [3.0] * 80
+    demand = feed(DemandForecast(lead_s=120.0), [*bursts, *[9.0] * 30])
+    assert len(demand.counts) == len(bursts) + 30
+    # A little more than that by chance is none either.
+    assert len(feed(demand, [9.8] * 20).counts) == len(bursts) + 50
 
 
 def test_a_late_call_spreads_what_it_brings():
@@ -109,8 +129,11 @@ class PlainForecast:
     def __init__(self, lead_s: float, short_share: float) -> None:
         self.lead_s, self.short_share = lead_s, short_share
         self.bins: list[float] = []
-        self.forecasts: list[float] = []  # made when the bin of that number was over
+        self.forecasts: list[float] = []  # made when the bin of that number was over; 0 where a change made it void
+        self.first = 0  # bin, of those that count
         self.errors: list[float] = []
+        self.num_errors = 0
+        self.changes: set[bool] = set()  # whether the rate grew
         self.open_count, self.begun_s = 0.0, None
 
     def count(self, now: float, num_arrived: float) -> None:
@@ -133,13 +156,29 @@ class PlainForecast:
         due = len(self.bins) - 1 - max(1, math.ceil(self.lead_s / BIN_S))
         if due >= 0 and self.forecasts[due] > 0.0:
             self.errors.append(self.minute() / self.forecasts[due])
+            self.num_errors += 1
+        if self.has_changed():
+            self.first = len(self.bins) - 15
+            self.changes.add(self.bins[-1] > self.bins[-40])
+            self.forecasts = [0.0] * len(self.forecasts)
+            self.errors = self.errors[-720:-20]
         self.forecasts.append(self.forecast())
 
+    def has_changed(self) -> bool:
+        hour = self.bins[self.first :][-240:]
+        if len(hour) < 40:
+            return False
+        old, new = hour[:-20], hour[-20:]
+        each = [sum(old[first : first + 5]) for first in range(len(old) - 4)]
+        parts = [sum(new[0:5]), sum(new[5:10]), sum(new[10:15]), sum(new[15:20])]
+        up, down = 1.1 * max(each) + 4 * max(each) ** 0.5, min(each) / 1.1 - 4 * min(each) ** 0.5
+        return all(part > up for part in parts) or all(part < down for part in parts)
+
     def minute(self) -> float:
-        return statistics.fmean(self.bins[-4:]) / BIN_S if self.bins else 0.0
+        return statistics.fmean(self.bins[self.first :][-4:]) / BIN_S if self.bins else 0.0
 
     def forecast(self) -> float:
-        hour = self.bins[-240:]
+        hour = self.bins[self.first :][-240:]
         if not hour:
             return 0.0
         usual, recent = statistics.fmean(hour) / BIN_S, hour[-100:]  # 25 minutes
@@ -157,7 +196,7 @@ class PlainForecast:
         return min(1.5, max(1.0, kept[min(int(quantile * len(kept)), len(kept) - 1)]))
 
     def planned(self) -> float:
-        planned = max(self.forecast() * self.headroom(), statistics.fmean(self.bins[-20:] or [0.0]) / BIN_S)
+        planned = max(self.forecast() * self.headroom(), statistics.fmean(self.bins[self.first :][-20:] or [0.0]) / BIN_S)
         has_jumped = 60.0 * self.minute() > 60.0 * planned + 4.0 * (60.0 * planned) ** 0.5
         return 1.2 * self.minute() if has_jumped else planned
 
@@ -180,6 +219,7 @@ def test_forecasts_are_as_a_plain_reading_of_all_arrivals_has_them(lead_s, short
             assert demand.headroom == pytest.approx(plain.headroom(), rel=1e-9)
             assert demand.planned_rps == pytest.approx(plain.planned(), rel=1e-9, abs=1e-9)
             jumps.append(demand.planned_rps == 1.2 * demand.minute_rps)
-    assert len(plain.errors) > 720
+    assert plain.num_errors > 720
+    assert plain.changes == {True, False}
     assert not all(jumps)
     assert short_share > 0.1 or any(jumps)

@@ -2,6 +2,7 @@
 
 A burst above or below the hour's mean fades: the longer an engine takes to start, the less of it is expected to last.
 With a long start the hour's mean, its growth, and a headroom over both decide; with a short one the last minute does.
+A rate that is another one for five minutes has changed: what came before says nothing any more.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ _MOST_GROWTH = 1.5  # growth says no more than that of the hour's mean
 _SHORT_SHARE = 0.1  # share of the moments at which what is planned may be too little
 _WINDOW_S = 300.0  # shortages that last longer, for want of engines that start, have to be as much rarer
 _CHANCE = 4.0  # standard deviations of requests that come at random
+# The rate has changed if each part of the last five minutes is so far beyond any such time of the hour before: a burst
+# does not last so long at a height that no other burst of the hour reaches.
+_PART_BINS = 5
+_CHANGED_PARTS = 4
+_CHANGE_FACTOR = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +114,29 @@ def _close_bin(demand: DemandForecast, count: float) -> DemandForecast:
     due, errors = demand.due, demand.errors
     if len(due) >= horizon and due[0] > 0.0:
         errors = remember_error(errors, found.minute_rps / due[0])
-    return replace(found, due=(*due, found.forecast_rps)[-horizon:], errors=errors)
+    found = _forget_before_change(replace(found, due=due, errors=errors))
+    return replace(found, due=(*found.due, found.forecast_rps)[-horizon:])
+
+
+def _forget_before_change(demand: DemandForecast) -> DemandForecast:
+    """Forget the rate before a change, what was forecast from it, and what such forecasts lacked since."""
+    num_bins = _CHANGED_PARTS * _PART_BINS
+    before, since = demand.counts[:-num_bins], demand.counts[-num_bins:]
+    if len(before) < num_bins:
+        return demand
+    sums_before, parts = _sum_parts(before, 1), _sum_parts(since, _PART_BINS)
+    most, least = max(sums_before), min(sums_before)
+    has_grown = min(parts) > most * _CHANGE_FACTOR + _CHANCE * math.sqrt(most)
+    has_fallen = max(parts) < least / _CHANGE_FACTOR - _CHANCE * math.sqrt(least)
+    if not has_grown and not has_fallen:
+        return demand
+    # It may have changed within the oldest part.
+    return replace(demand, counts=since[_PART_BINS:], due=(), errors=demand.errors[:-num_bins])
+
+
+def _sum_parts(counts: Sequence[float], step: int) -> list[float]:
+    """Sum the arrivals of ``_PART_BINS`` bins, from each ``step``-th one on."""
+    return [math.fsum(counts[first : first + _PART_BINS]) for first in range(0, len(counts) - _PART_BINS + 1, step)]
 
 
 def _mean(values: Sequence[float]) -> float:
