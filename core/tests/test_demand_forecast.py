@@ -196,7 +196,9 @@ class PlainForecast:
         return min(1.5, max(1.0, kept[min(int(quantile * len(kept)), len(kept) - 1)]))
 
     def planned(self) -> float:
-        planned = max(self.forecast() * self.headroom(), statistics.fmean(self.bins[self.first :][-20:] or [0.0]) / BIN_S)
+        planned = max(
+            self.forecast() * self.headroom(), statistics.fmean(self.bins[self.first :][-20:] or [0.0]) / BIN_S
+        )
         has_jumped = 60.0 * self.minute() > 60.0 * planned + 4.0 * (60.0 * planned) ** 0.5
         return 1.2 * self.minute() if has_jumped else planned
 

@@ -103,6 +103,23 @@ class KubectlCluster:
         items = self.read(f"{CHILDREN},slc,pods")["items"]
         return {f"{item['kind']}/{item['metadata']['name']}": _render_version(item) for item in items}
 
+    def wait_unchanged(self) -> dict[str, str]:
+        """Waits until nothing has been written for two seconds; returns the versions.
+
+        A cluster settles before the last roles, and what it costs to delete a pod, have been written.
+        """
+        versions: dict[str, str] = {}
+
+        def is_unchanged() -> bool:
+            nonlocal versions
+            before, versions = versions, self.versions()
+            if versions != before:
+                time.sleep(2)
+            return versions == before
+
+        self.wait_for(is_unchanged, "two seconds without a write")
+        return versions
+
 
 def _render_version(item: dict[str, Any]) -> str:
     metadata: dict[str, Any] = item["metadata"]

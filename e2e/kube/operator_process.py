@@ -31,6 +31,7 @@ class Operator:
         self.port, self.log = port, log
         self.options = {"namespace": SYSTEM, "host": "127.0.0.1", "port": str(port), **options}
         self._kubeconfig = kubeconfig
+        self._is_over = False
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -43,8 +44,8 @@ class Operator:
             )
 
     def restart_if_ended(self) -> bool:
-        """Starts the process again if it has exited, as Kubernetes would; returns whether it had."""
-        has_ended = self.process.poll() is not None
+        """Starts the process again if it has exited by itself, as Kubernetes would; returns whether it had."""
+        has_ended = not self._is_over and self.process.poll() is not None
         if has_ended:
             self.process = self._start()
         return has_ended
@@ -78,6 +79,7 @@ class Operator:
         return {call: count for call, count in self.calls().items() if call[0] not in ("get", "list")}
 
     def end(self, number: int) -> int:
+        self._is_over = True
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.process.wait(30)
@@ -148,9 +150,10 @@ class Replicas:
         self._started.append(started)
         return started
 
-    def restart_last_if_ended(self) -> None:
-        """Starts the replica that was started last again if it has exited, as Kubernetes would."""
-        self._started[-1].restart_if_ended()
+    def restart_ended(self) -> None:
+        """Starts each replica again that has exited by itself, as Kubernetes would."""
+        for operator in self._started:
+            operator.restart_if_ended()
 
     def end(self) -> None:
         for operator in self._started:

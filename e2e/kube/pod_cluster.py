@@ -258,8 +258,8 @@ class PodCluster(KubectlCluster):
 
         self.wait_for(are_ready, f"{wanted} Ready pods of the {component}")
 
-    def wait_whole(self) -> None:
-        """Waits until everything matches the manifest, no request runs, and all KV blocks are free."""
+    def wait_settled(self) -> None:
+        """Waits until everything matches the manifest."""
         self.wait("Progressing", "Settled")
         for condition, reason in {
             "Degraded": "AsExpected",
@@ -267,6 +267,10 @@ class PodCluster(KubectlCluster):
             "RouterReady": "AllReady",
         }.items():
             self.wait(condition, reason)
+
+    def wait_whole(self) -> None:
+        """Waits until everything matches the manifest, no request runs, and all KV blocks are free."""
+        self.wait_settled()
         spec = self.read("slc/tiny")["spec"]
 
         def is_whole() -> bool:

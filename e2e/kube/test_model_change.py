@@ -82,7 +82,7 @@ async def test_streams_see_one_model_each_and_no_gap(cluster: PodCluster) -> Non
         source = {"persistentVolumeClaim": {"claimName": "models", "path": "other"}}
         cluster.edit(model={"name": "other", "servedName": "other", "source": source})
         cluster.wait_for(lambda: not set(cluster.engines) & before, "the end of the old model's engines")
-        cluster.wait_whole()
+        cluster.wait_settled()
 
     is_over = asyncio.Event()
     begun = [asyncio.Event() for _ in range(NUM_LANES)]
@@ -99,6 +99,7 @@ async def test_streams_see_one_model_each_and_no_gap(cluster: PodCluster) -> Non
         print(f"{models.count('old')} answers of the old model, then {models.count('new')} of the new one")
         assert models == sorted(models, key=["old", "new"].index)
         assert set(models) == {"old", "new"}
+    await asyncio.to_thread(cluster.wait_whole)
     assert await asyncio.to_thread(read_name, cluster) == "other"
     labels = {pod["metadata"]["labels"][MODEL_LABEL] for pod in [*cluster.engines.values(), *cluster.routers.values()]}
     assert len(labels) == 1

@@ -272,14 +272,14 @@ def test_a_foreign_service_with_our_name_is_left_alone(
 
 
 def test_an_idle_cluster_causes_no_writes(cluster: Cluster, operator: Operator) -> None:
-    versions, writes = cluster.versions(), operator.writes()
+    versions, writes = cluster.wait_unchanged(), operator.writes()
     time.sleep(10)
     assert cluster.versions() == versions
     assert operator.writes() == writes
 
 
 def test_a_resync_writes_nothing(cluster: Cluster, operator: Operator) -> None:
-    versions = cluster.versions()
+    versions = cluster.wait_unchanged()
     reconciles = operator.calls()["get", "servingclusters", "200"]
     # This event changes nothing that the operator owns.
     cluster.kubectl("label", "slc", "tiny", "touched=yes")
@@ -359,7 +359,7 @@ def test_a_restart_of_the_control_plane_changes_no_engine(
     cluster.edit(prefillHeavy=3)
 
     def have_roles() -> bool:
-        replicas.restart_last_if_ended()
+        replicas.restart_ended()
         return cluster.roles == ["d-heavy"] + ["p-heavy"] * 3
 
     wait_for(have_roles, "the roles")

@@ -191,7 +191,9 @@ def send(request: urllib.request.Request, tls: ssl.SSLContext | None = None) -> 
         OSError: The server cannot be reached, or ended in the middle of its answer.
     """
     try:
-        with urllib.request.urlopen(request, context=tls, timeout=30) as answer:
+        # Without proxies: urllib would look for them in the environment, which pytest changes meanwhile.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls))
+        with opener.open(request, timeout=30) as answer:
             return Answer(answer.status, _read_json(answer.read()))
     except urllib.error.HTTPError as error:
         with error:
