@@ -40,7 +40,7 @@ Status = control_pb2.GetStatusResponse
 MODELS = ROOT / ".sluice" / "volumes" / "models"
 CLAIMS = {"models": MODELS, "checkout": ROOT}
 # gRPC's documentation advises this for servers that come and go: gRPC sends a call again if it has had no answer yet.
-# A call that has had its first token is not sent again.
+# A call that has had its first token is not sent again. A call that comes in just as a server stops may be CANCELLED.
 RETRIES = {
     "methodConfig": [
         {
@@ -50,7 +50,7 @@ RETRIES = {
                 "initialBackoff": "0.1s",
                 "maxBackoff": "1s",
                 "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
+                "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
             },
         }
     ]
