@@ -52,7 +52,7 @@ up: install model
 demo: install model
 	@exec $(BIN)/sluice demo $(ARGS)
 
-test: $(STAMPS)/dev $(COMPILED) model
+test: $(STAMPS)/dev model
 	@exec $(BIN)/python .ci/checks.py $(ARGS)
 
 soak: $(STAMPS)/dev $(COMPILED) model

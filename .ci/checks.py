@@ -33,6 +33,8 @@ PACKAGES = (
 SEARCHING_TESTS = tuple(
     f"operator/tests/test_{name}.py" for name in ("autotune_decision", "autotune_search", "capacity_search")
 )
+# These wait for limits of time, so they run beside the checks.
+WAITING_TESTS = (".ci/tests",)
 # Unit tests start no engine. They run on all cores, since each test has its own ports and folders.
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
 # These start engines by the file, on two cores; each worker has ports of its own.
@@ -66,7 +68,7 @@ WHEEL_TESTS = (
     *SEARCHING_TESTS,
 )
 CHECKOUT_TESTS = (
-    *(".ci/tests", "operator/tests", "protos/tests"),
+    *("operator/tests", "protos/tests"),
     *(f"--ignore={path}" for path in SEARCHING_TESTS),
     *PATCHING_TESTS,
     *DERIVING_TESTS,
@@ -80,6 +82,8 @@ sys.exit(" ".join(module.__file__ for module in (core, router) if not module.__f
 SITE = ("python", "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-b", "html", "docs", "build/docs")
 # Name, folder, command.
 CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    # The longest first: for half of its time it has work for one core only.
+    ("the wheel builds", ".", ("make", "build/compiled/stamp")),
     ("locks match pyproject.toml", ".", ("python", "requirements/lock.py", "check")),
     ("docs/reference/crd.md matches the CRD", ".", ("python", "crds/reference.py", "check")),
     ("docs/reference/cli.md matches the commands", ".", ("python", "docs/cli_reference.py", "check")),
@@ -109,17 +113,16 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("protos", "protos", ("buf", "lint")),
     ("Dockerfiles", ".", ("hadolint", *DOCKERFILES)),
     ("workflows", ".", ("zizmor", "--offline", "--no-progress", "--min-severity=medium", ".github/workflows")),
-    ("the wheel's core and router are compiled", "build/compiled", ("python", "-c", IS_COMPILED)),
 )
+WHEEL_CHECK = ("the wheel's core and router are compiled", "build/compiled", ("python", "-c", IS_COMPILED))
 
 
 def run_check(name: str, folder: str, command: tuple[str, ...]) -> bool:
     """Runs one check, and prints its verdict, with its output if it failed."""
     started = time.monotonic()
-    program, *arguments = command
     with tempfile.TemporaryFile() as output:
         status = run_limited(
-            [BIN / program, *arguments],
+            [*command],
             limit_s=CHECK_LIMIT_S,
             environment=dict(os.environ),
             cwd=ROOT / folder,
@@ -132,6 +135,14 @@ def run_check(name: str, folder: str, command: tuple[str, ...]) -> bool:
     # One print call for all: checks run side by side, and their lines must not mix.
     print(f"{verdict}  {name} ({time.monotonic() - started:.1f} s)\n{text}", end="", flush=True)
     return status == 0
+
+
+def run_checks() -> Counts:
+    """Runs every check, on all cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        verdicts = list(threads.map(lambda check: run_check(*check), CHECKS))
+    verdicts.append(run_check(*WHEEL_CHECK))
+    return Counts(passed=sum(verdicts), failed=len(verdicts) - sum(verdicts))
 
 
 def run_tests(
@@ -167,12 +178,13 @@ def main() -> None:
     end_steps_with_this_process()
     # A step that is stopped shall leave stacks, not core files.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        verdicts = list(threads.map(lambda check: run_check(*check), CHECKS))
-    counts = Counts(passed=sum(verdicts), failed=len(verdicts) - sum(verdicts))
     if sys.argv[1:]:
+        counts = run_checks()
         counts.add(run_tests(sys.argv[1:], limit_s=ENGINE_TESTS_LIMIT_S))
     else:
+        counts = run_side_by_side(
+            run_checks, lambda output: run_tests([*WAITING_TESTS], limit_s=UNIT_TESTS_LIMIT_S, output=output)
+        )
         counts.add(run_tests([*ON_ALL_CORES, *CHECKOUT_TESTS], limit_s=UNIT_TESTS_LIMIT_S))
         counts.add(run_tests([*ON_ALL_CORES, *WHEEL_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
         counts.add(run_tests([*ENGINE_TESTS], limit_s=ENGINE_TESTS_LIMIT_S))

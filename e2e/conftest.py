@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 collect_ignore = ["kube"]
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"
-NUM_REQUESTS = 220
+NUM_REQUESTS = 200
 PORTS = "27000-27999"
 # Fields of a spec that the plan follows from.
 PLAN_FIELDS = ("strategy", "prefillHeavy", "chunkSizes", "slo", "parameters")
@@ -51,7 +51,7 @@ def models() -> Path:
 @pytest.fixture(scope="session")
 def known_long(models: Path) -> list[tuple[workload.Request, workload.Answer]]:
     """Requests with the answers of stock vLLM: while a move copies, its request decodes on for dozens of iterations."""
-    requests = workload.make_requests(NUM_REQUESTS, tokens_per_hop=96)
+    requests = workload.make_requests(NUM_REQUESTS, tokens_per_hop=64)
     return list(zip(requests, workload.answers(models / "tiny", requests, ROOT / ".sluice" / "e2e"), strict=True))
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 
-NUM_STREAMS = 6
+NUM_STREAMS = 4
 PORTS = "23000-23499"
 HTTP_PORT = 23500
 ROLL_S = 240.0
@@ -88,7 +88,8 @@ async def test_a_roll_to_another_block_size_and_larger_chunks_breaks_no_stream(
     spec.update(replicas=2, prefillHeavy=1)
     spec["router"].update(replicas=1, service={"port": HTTP_PORT})
     with run_cluster(tmp_path / "roll", manifest, models=models, ports=PORTS) as cluster:
-        total = cluster.wait_ready()["engines"][0]["kv_blocks_total"]
+        cluster.wait_ready()
+        total = cluster.wait_idle()["engines"][0]["kv_blocks_total"]
 
         def change(spec: dict[str, Any]) -> None:
             spec["engine"].update(extraArgs=["--block-size=64"], maxBatchTokens=4096)

@@ -85,6 +85,12 @@ class Answer:
         return replace(self, token_ids=self.token_ids[:length], logprobs=self.logprobs and self.logprobs[:length])
 
 
+def shorten(request: Request, answer: Answer, max_tokens: int) -> tuple[Request, Answer]:
+    """Return a request that asks the same for fewer tokens, and its answer."""
+    short = replace(request, sampling={**request.sampling, "max_tokens": max_tokens})
+    return short, answer.cut(short)
+
+
 def make_requests(count: int, *, tokens_per_hop: int = 32, seed: int = 5) -> list[Request]:
     """Make ``count`` requests: every prompt length with every kind of sampling before any pair repeats.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -16,7 +17,6 @@ from sluice.v1 import plan_pb2, sampling_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.engine
 
@@ -222,6 +222,11 @@ async def test_requests_of_a_lost_stream_are_held_for_the_next_one(left):
         assert held.num_output_tokens >= 2
         await router.send(aborts=[wire.Abort(held_request_id="held")])
         await is_idle(router)
+
+
+def test_one_thread_polls_for_all_process_groups_of_gloo(left):
+    names = [path.read_text().strip() for path in Path(f"/proc/{left.core().pid}/task").glob("*/comm")]
+    assert names.count("gloo_tcp_loop") == 1
 
 
 def test_probes_answer(left):

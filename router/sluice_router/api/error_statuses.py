@@ -1,4 +1,7 @@
-"""HTTP status, OpenAI type and gRPC status of every error that a client can see: one table."""
+"""HTTP status, OpenAI type and gRPC status of every error that a client can see: one table.
+
+When to try again is said where an error is raised.
+"""
 
 from __future__ import annotations
 
