@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_dynaserve import DYNASERVE, make_cell, make_prompts
 from test_sim_prefix_reuse import share_prefixes
@@ -185,6 +185,8 @@ def test_an_engine_that_drains_gets_no_second_part_and_gives_whole_prompts_back(
     is_ahead=st.booleans(),
     reuses=st.booleans(),
 )
+# A grant takes blocks of a request that is preempted at the same moment.
+@example(seed=356990, blocks=60, sends_parts=False, is_ahead=True, reuses=False)
 @settings(max_examples=60, deadline=None)
 def test_nothing_of_cut_prompts_is_lost(seed, blocks, sends_parts, is_ahead, reuses):
     """``Simulation.check`` counts tokens, blocks, seats and requests at the end of each run."""

@@ -82,6 +82,10 @@ class FreedBlocks:
         num_paid = min(self._num_first, self.num_overdrawn)
         self._num_first -= num_paid
         self._num_last += num_paid
+        if owed := self.num_overdrawn:
+            # Only those of preempted requests have come back.
+            self._num_last = 0
+            self.take(owed)
 
     def free_preempted(self, index: int, num_blocks: int, num_cached: int) -> None:
         """Free the blocks of a preempted request.
