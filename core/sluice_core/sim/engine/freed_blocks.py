@@ -79,11 +79,7 @@ class FreedBlocks:
         """
         self._num_first += num_blocks - num_cached
         self._num_last += num_cached
-        num_paid = min(self._num_first, self.num_overdrawn)
-        self._num_first -= num_paid
-        self._num_last += num_paid
         if owed := self.num_overdrawn:
-            # Only those of preempted requests have come back.
             self._num_last = 0
             self.take(owed)
 
