@@ -411,3 +411,8 @@ def is_idle(status: Status) -> bool:
             for engine in status.engines
         )
     )
+
+
+def list_sizes(status: Status) -> list[int]:
+    """Lists the chunk sizes of a router's engines, in tokens, from small to large."""
+    return sorted(engine.chunk_size_tokens for engine in status.engines)

@@ -7,34 +7,31 @@ tokens of stock vLLM. All tests share one installation and one cluster: each fin
 from __future__ import annotations
 
 import asyncio
-import base64
+import itertools
 import json
 import os
 import random
 import statistics
 import time
+import urllib.request
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import pytest
-import trustme
-from certificate_files import make_files
 from conftest import FAILED
-from examples.tiny_model import make_tiny_model
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from examples.tiny_model import RECIPE, make_tiny_model
 from kubectl_cluster import wait_for
-from pod_cluster import MODELS, EditTimes, PodCluster, Status, Trust, make_pods_manifest, open_channel
-from pod_streams import stream_while
+from pod_cluster import MODELS, EditTimes, PodCluster, Status, list_sizes
+from pod_streams import NUM_LANES, REST_S, STREAM_S, stream_while
 from release import DEFINITION, RESTRICTED, Release, make_next_chart
-from test_exactness import check
-from testbed.helm import CHART, SYSTEM
-from testbed.settings import NODE_NAME
-from workload import Request, make_prompt
+from testbed.settings import NODE_NAME, ROOT
+from workload import Request, answers, make_prompt
 
 from sluice.v1 import control_pb2, plan_pb2, router_pb2
-from sluice_operator.api.ports import CONTROL_PORT, ENGINE_PORT
+from sluice_operator.api.labels import MODEL_LABEL
+from sluice_operator.api.ports import HTTP_PORT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,7 +44,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-NAMESPACE, SECURED = "serving", "secured"
+NAMESPACE = "serving"
 P, D = plan_pb2.ROLE_PREFILL_HEAVY, plan_pb2.ROLE_DECODE_HEAVY
 # A reliable p99 needs more edits than CI has time for.
 NUM_TIMED_EDITS = int(os.environ.get("SLUICE_TIMED_EDITS", "12"))
@@ -85,10 +82,6 @@ def cluster(served: PodCluster, release: Release, request: pytest.FixtureRequest
 def count_roles(status: Status) -> tuple[int, int]:
     roles = [engine.role for engine in status.engines]
     return roles.count(P), roles.count(D)
-
-
-def list_sizes(status: Status) -> list[int]:
-    return sorted(engine.chunk_size_tokens for engine in status.engines)
 
 
 def test_helm_test_passes(release: Release) -> None:
@@ -413,7 +406,7 @@ async def test_uninstalling_the_chart_leaves_clusters_running(
 async def test_clients_do_not_notice_a_roll_of_the_engines(served: PodCluster, known: Known) -> None:
     """KV blocks of 32 and of 64 tokens are incompatible, so the last old engine's requests are computed anew.
 
-    It leaves the cluster changed: only the next test follows, with a cluster of its own.
+    It leaves the cluster changed, for the next test.
     """
     served.wait_whole()
     engines, routers = set(served.engines), served.identify("router")
@@ -434,64 +427,57 @@ async def test_clients_do_not_notice_a_roll_of_the_engines(served: PodCluster, k
     assert "/block64/" in fingerprint
 
 
-OPERATOR_NAME = f"sluice-operator.{SYSTEM}.svc"
-ENGINE_NAME, ROUTER_NAME = f"tiny-engines.{SECURED}.svc", f"tiny-router-control.{SECURED}.svc"
-TLS = {"tls": {"mode": "SecretRef", "secretName": "peers"}}
+async def test_one_model_replaces_another_and_each_answer_is_one_models(served: PodCluster, known: Known) -> None:
+    """It leaves the cluster with another model: no test follows."""
+    served.wait_whole()
+    make_tiny_model(MODELS / "other", replace(RECIPE, seed=2))
+    few = known[:12]
+    others = answers(MODELS / "other", [request for request, _ in few], ROOT / ".sluice" / "e2e")
+    asked = list(zip(few, others, strict=True))
+    assert all(old.token_ids != new.token_ids for (_, old), new in asked)
+    before = set(served.engines)
+    assert await asyncio.to_thread(read_model_name, served) == "tiny"
+    is_over = asyncio.Event()
+
+    async def stream(number: int, has_begun: asyncio.Event) -> list[str]:
+        """Sends one request after the other; returns whose tokens each answer has."""
+        models: list[str] = []
+        async with served.connect() as client:
+            for (request, old), new in itertools.cycle(asked[number::NUM_LANES]):
+                result = await asyncio.wait_for(client.generate(request), STREAM_S)
+                assert result.token_ids in (old.token_ids, new.token_ids), f"{request.name}: neither model's tokens"
+                models.append("old" if result.token_ids == old.token_ids else "new")
+                has_begun.set()
+                if is_over.is_set() and models[-1] == "new":
+                    return models
+                await asyncio.sleep(REST_S)
+        raise AssertionError("a cycle has no end")
+
+    def act() -> None:
+        source = {"persistentVolumeClaim": {"claimName": "models", "path": "other"}}
+        served.edit(model={"name": "other", "servedName": "other", "source": source})
+        served.wait_for(lambda: not set(served.engines) & before, "the end of the old model's engines")
+        served.wait_settled()
+
+    begun = [asyncio.Event() for _ in range(NUM_LANES)]
+    lanes = [asyncio.create_task(stream(number, begun[number])) for number in range(NUM_LANES)]
+    await asyncio.gather(*(event.wait() for event in begun))
+    try:
+        await asyncio.to_thread(act)
+    finally:
+        is_over.set()
+    for models in await asyncio.gather(*lanes):
+        print(f"{models.count('old')} answers of the old model, then {models.count('new')} of the new one")
+        assert models == sorted(models, key=["old", "new"].index)
+        assert set(models) == {"old", "new"}
+    await asyncio.to_thread(served.wait_whole)
+    assert await asyncio.to_thread(read_model_name, served) == "other"
+    labels = {pod["metadata"]["labels"][MODEL_LABEL] for pod in [*served.engines.values(), *served.routers.values()]}
+    assert len(labels) == 1
 
 
-@pytest.fixture
-def authority() -> trustme.CA:
-    return trustme.CA()
-
-
-@pytest.fixture
-def secured(client: Client, release: Release, authority: trustme.CA) -> Iterator[PodCluster]:
-    """Another cluster, whose engines, routers and operator authenticate one another with certificates."""
-
-    def give(namespace: str, files: dict[str, bytes]) -> None:
-        metadata = {"name": "peers", "namespace": namespace}
-        data = {name: base64.b64encode(content).decode() for name, content in files.items()}
-        client.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data})
-
-    client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SECURED, "labels": RESTRICTED}})
-    give(SECURED, make_files(authority, ENGINE_NAME, ROUTER_NAME))
-    give(SYSTEM, make_files(authority, OPERATOR_NAME))
-    release.upgrade(CHART, "tls.mode=SecretRef", "tls.secretName=peers")
-    manifest = make_pods_manifest(replicas=1, network=TLS)
-    manifest["spec"]["router"]["replicas"] = 1
-    made = PodCluster(client, SECURED, manifest, Trust(files=make_files(authority, OPERATOR_NAME), name=ROUTER_NAME))
-    release.begin(made)
-    yield made
-    made.remove()
-
-
-async def test_engines_and_routers_with_tls_serve_and_refuse_other_clients(
-    secured: PodCluster, authority: trustme.CA, known: Known
-) -> None:
-    async with secured.connect() as clients:
-        for (_, answer), result in zip(
-            known[:8], await asyncio.gather(*(clients.generate(request) for request, _ in known[:8])), strict=True
-        ):
-            check(result, answer)
-    print(f"with certificates: {secured.time_edit(lambda s: list_sizes(s) == [96], chunkSizes={'prefillHeavy': 96})}")
-    (engine,), (router,) = secured.addresses("engine").values(), secured.addresses("router").values()
-    for address, name in ((f"{engine}:{ENGINE_PORT}", ENGINE_NAME), (f"{router}:{CONTROL_PORT}", ROUTER_NAME)):
-        own = ROUTER_NAME if name == ENGINE_NAME else OPERATOR_NAME
-        assert probe_health(address, Trust(files=make_files(authority, own), name=name)) is grpc.StatusCode.OK
-        # Without TLS; with a certificate of another authority; with a trusted certificate for another name.
-        assert probe_health(address, None) is grpc.StatusCode.UNAVAILABLE
-        stranger = {**make_files(trustme.CA(), own), "ca.crt": authority.cert_pem.bytes()}
-        assert probe_health(address, Trust(files=stranger, name=name)) is grpc.StatusCode.UNAVAILABLE
-        other = make_files(authority, f"other.{SECURED}.svc")
-        assert probe_health(address, Trust(files=other, name=name)) is grpc.StatusCode.PERMISSION_DENIED
-
-
-def probe_health(address: str, trust: Trust | None) -> grpc.StatusCode:
-    """Sends a health check to a port; returns the status of the call."""
-    with open_channel(address, trust) as channel:
-        try:
-            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
-        except grpc.RpcError as error:
-            status: grpc.StatusCode = error.code()
-            return status
-    return grpc.StatusCode.OK
+def read_model_name(cluster: PodCluster) -> str:
+    """The model's name for clients, as the Service has it."""
+    address = cluster.read("service/tiny-router")["spec"]["clusterIP"]
+    with urllib.request.urlopen(f"http://{address}:{HTTP_PORT}/v1/models", timeout=10) as answer:
+        return str(json.load(answer)["data"][0]["id"])

@@ -35,7 +35,8 @@ class Processes:
 
     def __init__(self, settings: Settings, path: Path) -> None:
         self._settings = settings
-        self._environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}:/usr/sbin:/sbin"}
+        # Go collects garbage too often for this: it would take a quarter of an API server's CPU.
+        self._environment = {**os.environ, "GOGC": "400", "PATH": f"{path}:{os.environ['PATH']}:/usr/sbin:/sbin"}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
