@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from release import DEFINITION, Release, load_images, run_release
@@ -103,7 +103,13 @@ def crd(client: Client) -> Path:
     return CRD
 
 
-@pytest.fixture(scope="module")
+def choose_scope(fixture_name: str, config: pytest.Config) -> Literal["session", "module"]:
+    """Shares the installation among modules of which every one uses it: the others run an operator of their own."""
+    del fixture_name
+    return "session" if config.getoption("--nodes") == "real" else "module"
+
+
+@pytest.fixture(scope=choose_scope)
 def release(client: Client, crd: Path, product: None) -> Iterator[Release]:
     """The chart, installed into a Kubernetes without Sluice's CRD; afterwards the CRD is as other tests need it."""
     with run_release(client) as made:

@@ -24,7 +24,7 @@ NUM_LANES = 4
 STREAM_S = 120.0
 PAUSE_S = 0.2
 # Clients read at a limited pace: otherwise streams would take both cores, on which engines have to start.
-REST_S = 0.5
+REST_S = 1.0
 # Error messages of a stream whose router ends: the client sends the request again.
 BROKEN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 

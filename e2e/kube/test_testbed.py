@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import urllib.request
@@ -138,9 +142,33 @@ def test_an_image_is_reproducible(tmp_path: Path) -> None:
 def test_an_image_has_the_libraries_of_its_programs(tmp_path: Path) -> None:
     write_image(Image(name="a:1", command=("/bin/ls",), files={"/bin/ls": Path("/bin/ls")}), tmp_path / "image.tar")
     subprocess.run(["tar", "-xf", "image.tar"], cwd=tmp_path, check=True)
-    names = subprocess.run(["tar", "-tf", "layer.tar"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    names = subprocess.run(
+        ["tar", "-tf", "layer-0.tar"], cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout
     assert {"bin/ls", "etc/passwd", "tmp/"} <= set(names.split())
     assert any(name.endswith("/libc.so.6") for name in names.split())
+
+
+def test_images_of_one_base_share_its_layer(tmp_path: Path) -> None:
+    base = Image(name="a:1", command=("/bin/sh",), files={"/bin/sh": Path("/bin/sh").resolve()})
+    image = Image(name="b:1", command=("/bin/ls",), files={"/bin/ls": Path("/bin/ls")}, base=base)
+    write_image(base, tmp_path / "base.tar")
+    write_image(image, tmp_path / "image.tar")
+    with tarfile.open(tmp_path / "base.tar") as one, tarfile.open(tmp_path / "image.tar") as other:
+        assert read_member(one, "layer-0.tar") == read_member(other, "layer-0.tar")
+        with tarfile.open(fileobj=io.BytesIO(read_member(other, "layer-1.tar"))) as layer:
+            own = layer.getnames()
+        config = json.loads(read_member(other, "config.json"))
+        digests = [hashlib.sha256(read_member(other, f"layer-{number}.tar")).hexdigest() for number in (0, 1)]
+    assert "bin/ls" in own
+    assert not any(name.endswith("/libc.so.6") for name in own)
+    assert config["rootfs"]["diff_ids"] == [f"sha256:{digest}" for digest in digests]
+
+
+def read_member(archive: tarfile.TarFile, name: str) -> bytes:
+    file = archive.extractfile(name)
+    assert file is not None
+    return file.read()
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", b"HTTP/1.1 2", b""], ids=repr)

@@ -1,11 +1,12 @@
 """Container images from files of this machine, without a registry or a daemon.
 
-An image has one layer: the named files, and the shared libraries that programs among them need. Name images
-``docker.io/local/<name>:<tag>`` and use the pull policy Never or IfNotPresent.
+An image has one layer on top of those of its base: the named files, and the shared libraries that programs among them
+need. Name images ``docker.io/local/<name>:<tag>`` and use the pull policy Never or IfNotPresent.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 from testbed.errors import MissingError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping
 
 USER = 65532
 ELF = b"\x7fELF"
@@ -36,6 +37,11 @@ ACCOUNTS = {
 }
 # Parts of Python that no program in these images runs.
 UNUSED = ("test", "tests", "idlelib", "ensurepip", "turtledemo", "site-packages")
+# What binary wheels expect of every system (PEP 600), in addition to what Python itself loads.
+WHEELS_NEED = (
+    *("libpthread.so.0", "libdl.so.2", "libutil.so.1", "librt.so.1", "libm.so.6", "libz.so.1"),
+    *("libgcc_s.so.1", "libstdc++.so.6"),
+)
 SEARCH_PATH = "/usr/local/bin:/usr/bin:/bin"
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -52,6 +58,7 @@ class Image:
         links: Symbolic links: target by path in the image.
         environment: Environment variables.
         user: User and group id. Numeric, because Kubernetes checks ``runAsNonRoot`` by the number.
+        base: Image whose layers come first; only its files count. Images of one base share them on a node.
     """
 
     name: str
@@ -61,6 +68,7 @@ class Image:
     links: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     user: int = USER
+    base: Image | None = None
 
 
 def make_pause_image(path: Path) -> Image:
@@ -68,44 +76,49 @@ def make_pause_image(path: Path) -> Image:
     return Image(name="docker.io/local/pause:1", command=("/pause",), files={"/pause": path / "pause"})
 
 
-def make_python_image(
-    name: str, *, command: tuple[str, ...] = ("python",), programs: Sequence[str] = (), libraries: Sequence[str] = ()
-) -> Image:
+def make_python_image(name: str) -> Image:
     """Makes an image with the Python that runs this, at the path that it has here, without any package.
 
     A virtual environment of this machine works in it when mounted at its own path.
 
     Args:
         name: Name with tag.
-        command: Entry point.
-        programs: Further programs of this machine.
-        libraries: Shared libraries that programs load by name, such as ``libnuma.so.1``; ``ldd`` does not show those.
 
     Raises:
-        MissingError: This machine has no such program or library.
+        MissingError: This machine lacks a library that binary wheels expect.
     """
     python = Path(sys.executable).resolve()
     standard = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix, "base": sys.base_prefix}))
     # A virtual environment may refer to Python by another name in the same folder.
     others = [python.with_name(name) for name in ("python", "python3") if python.with_name(name).exists()]
-    files = [python, *others, standard, *map(_find_program, programs), *map(_find_library, libraries)]
+    files = [python, *others, standard, *map(find_library, WHEELS_NEED)]
     return Image(
         name=name,
-        command=command,
+        command=("python",),
         files={str(path): path.resolve() for path in files} | {"/bin/sh": Path("/bin/sh").resolve()},
         links={"/usr/local/bin/python": str(python)},
         environment={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"},
     )
 
 
-def _find_program(name: str) -> Path:
+def find_program(name: str) -> Path:
+    """Finds a program of this machine.
+
+    Raises:
+        MissingError: It is not on PATH.
+    """
     found = shutil.which(name)
     if found is None:
         raise MissingError(f"program {name} is not on PATH; install it")
     return Path(found)
 
 
-def _find_library(name: str) -> Path:
+def find_library(name: str) -> Path:
+    """Finds a shared library of this machine, such as ``libnuma.so.1``.
+
+    Raises:
+        MissingError: ``ldconfig`` does not know it.
+    """
     known = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
     match = re.search(rf"^\s*{re.escape(name)} .* => (/\S+)$", known, re.MULTILINE)
     if match is None:
@@ -120,7 +133,7 @@ def write_image(image: Image, path: Path) -> None:
         image: The image.
         path: The archive.
     """
-    layer = _make_layer(image)
+    layers = _make_layers(image)
     config = {
         "architecture": ARCHITECTURES[platform.machine()],
         "os": "linux",
@@ -130,13 +143,20 @@ def write_image(image: Image, path: Path) -> None:
             "User": f"{image.user}:{image.user}",
             "WorkingDir": "/",
         },
-        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}" for layer in layers]},
     }
-    manifest = [{"Config": "config.json", "RepoTags": [image.name], "Layers": ["layer.tar"]}]
+    names = [f"layer-{number}.tar" for number in range(len(layers))]
+    manifest = [{"Config": "config.json", "RepoTags": [image.name], "Layers": names}]
     with tarfile.open(path, "w") as archive:
         for name, content in (("config.json", json.dumps(config)), ("manifest.json", json.dumps(manifest))):
             _add_bytes(archive, name, content.encode())
-        _add_bytes(archive, "layer.tar", layer)
+        for name, layer in zip(names, layers, strict=True):
+            _add_bytes(archive, name, layer)
+
+
+def _make_layers(image: Image) -> list[bytes]:
+    """Makes the layers of the image's bases, then its own."""
+    return [*(_make_layers(image.base) if image.base else ()), _make_layer(image)]
 
 
 def _make_layer(image: Image) -> bytes:
@@ -154,7 +174,7 @@ def _make_layer(image: Image) -> bytes:
             layer.addfile(entry)
         for inside, outside in sorted(_with_libraries(image).items()):
             folders.add_parents(inside)
-            # Files keep their times: Python takes bytecode for stale when its source has another time.
+            # Files keep their times: Python takes bytecode for stale when its source has another second.
             layer.add(outside, inside.lstrip("/"), recursive=False, filter=_owned_by_root)
     return content.getvalue()
 
@@ -180,7 +200,7 @@ class _Folders:
 
 
 def _with_libraries(image: Image) -> dict[str, Path]:
-    """Lists the files below the named ones, and the libraries that programs among them load."""
+    """Lists the files below the named ones, and the libraries that programs among them load; not those of the base."""
     found: dict[str, Path] = {}
     for folders, left_out in ((image.files, UNUSED), (image.trees, ())):
         for inside, outside in folders.items():
@@ -189,7 +209,8 @@ def _with_libraries(image: Image) -> dict[str, Path]:
     for path in list(found.values()):
         for library in _libraries(path):
             found.setdefault(str(library), library.resolve())
-    return found
+    below = _with_libraries(image.base) if image.base else {}
+    return {inside: path for inside, path in found.items() if inside not in below}
 
 
 def _walk(path: Path, left_out: Collection[str]) -> Iterator[Path]:
@@ -201,6 +222,7 @@ def _walk(path: Path, left_out: Collection[str]) -> Iterator[Path]:
             yield from _walk(child, left_out)
 
 
+@functools.cache
 def _libraries(path: Path) -> list[Path]:
     if path.is_symlink() or not path.is_file():
         return []
@@ -215,6 +237,7 @@ def _owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = "root"
     entry.mode |= 0o444
+    entry.mtime = int(entry.mtime)  # fractions would take a header of their own for each file
     return entry
 
 

@@ -12,17 +12,12 @@ import sys
 from pathlib import Path
 
 from testbed.errors import MissingError, TestbedError
-from testbed.images import SEARCH_PATH, Image, make_python_image
+from testbed.images import SEARCH_PATH, Image, find_library, find_program, make_python_image
 from testbed.settings import ROOT
 
 # Folder of an image's environment in the Dockerfiles.
 ENVIRONMENT = "/opt/sluice"
 WHEELS = ROOT / "build" / "wheel"
-# What binary wheels expect of every system (PEP 600), in addition to what Python itself loads.
-WHEELS_NEED = (
-    *("libpthread.so.0", "libdl.so.2", "libutil.so.1", "librt.so.1", "libm.so.6", "libz.so.1"),
-    *("libgcc_s.so.1", "libstdc++.so.6"),
-)
 # Programs that vLLM runs and libraries that it loads.
 VLLM_NEEDS = ("libnuma.so.1",)
 VLLM_RUNS = ("lscpu",)
@@ -61,11 +56,13 @@ def _make_image(
     links: dict[str, str] | None = None,
     environment: dict[str, str] | None = None,
 ) -> Image:
-    python = make_python_image(name, programs=programs, libraries=(*WHEELS_NEED, *libraries))
+    python = make_python_image(name)
+    files = [*map(find_program, programs), *map(find_library, libraries)]
     return Image(
         name=name,
+        base=python,
         command=("python", "-m", f"sluice_{part}"),
-        files=python.files,
+        files={str(path): path.resolve() for path in files},
         trees=trees or {},
         links=links or {},
         environment={
