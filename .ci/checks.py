@@ -33,7 +33,7 @@ PACKAGES = (
 SEARCHING_TESTS = tuple(
     f"operator/tests/test_{name}.py" for name in ("autotune_decision", "autotune_search", "capacity_search")
 )
-# These wait for limits of time, so they run beside the checks.
+# These wait for limits of time, so they run while the checks take both cores.
 WAITING_TESTS = (".ci/tests",)
 # Unit tests start no engine. They run on all cores, since each test has its own ports and folders.
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
@@ -156,6 +156,13 @@ def run_tests(
     )
 
 
+def run_checkout_tests(output: IO[bytes]) -> Counts:
+    """Runs the tests that need no wheel: it is built meanwhile."""
+    counts = run_tests([*WAITING_TESTS], limit_s=UNIT_TESTS_LIMIT_S, output=output)
+    counts.add(run_tests([*ON_ALL_CORES, *CHECKOUT_TESTS], limit_s=UNIT_TESTS_LIMIT_S, output=output))
+    return counts
+
+
 def run_cluster_tests() -> Counts:
     """Runs tests on the shared cluster and of the docs beside those with clusters of their own; the lone ones alone."""
 
@@ -183,10 +190,7 @@ def main() -> None:
         counts = run_checks()
         counts.add(run_tests(sys.argv[1:], limit_s=ENGINE_TESTS_LIMIT_S))
     else:
-        counts = run_side_by_side(
-            run_checks, lambda output: run_tests([*WAITING_TESTS], limit_s=UNIT_TESTS_LIMIT_S, output=output)
-        )
-        counts.add(run_tests([*ON_ALL_CORES, *CHECKOUT_TESTS], limit_s=UNIT_TESTS_LIMIT_S))
+        counts = run_side_by_side(run_checks, run_checkout_tests)
         counts.add(run_tests([*ON_ALL_CORES, *WHEEL_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
         counts.add(run_tests([*ENGINE_TESTS], limit_s=ENGINE_TESTS_LIMIT_S))
         counts.add(run_cluster_tests())
