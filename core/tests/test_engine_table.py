@@ -9,7 +9,7 @@ from sluice_core.kv_blocks import blocks_for_tokens
 from sluice_core.records import EngineId, IterationShape, PrefillRequest, RequestId, Role, Slo
 from sluice_core.scheduling.engine_state import EngineLoad, get_queue_rank, get_view
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.prefill_feasibility import record_prefill
+from sluice_core.scheduling.prefill_feasibility import estimate_prefill, record_prefill
 
 SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
 A, B = EngineId("a"), EngineId("b")
@@ -82,11 +82,12 @@ def test_a_prompt_that_goes_where_its_beginning_is_counts_without_it(table):
         cached_tokens={A: 160},
     )
     before_s = max(1.0, table[A].free_at_s)
+    _, execute_s, transfer_s = estimate_prefill(1.0, prompt, table[A].view)
     record_prefill(1.0, prompt, table, A)
     waiting = table[A].in_flight[RequestId("r1")]
     assert (waiting.tokens, waiting.blocks, waiting.placed_at_s) == (240, 25, 1.0)
     assert table[A].free_at_s == pytest.approx(before_s + waiting.execute_s)
-    assert waiting.execute_s > 0.0
+    assert waiting.execute_s == execute_s > transfer_s
 
 
 def test_a_prompt_counts_on_an_engine_that_has_just_lost_its_room(table):

@@ -216,7 +216,8 @@ def estimate_prefill(now: float, request: PrefillRequest, view: EngineView) -> t
 def record_prefill(now: float, request: PrefillRequest, engines: EngineTable, engine_id: EngineId) -> None:
     """Record a prefill that goes to an engine of which nobody has a choice; the caller submits it."""
     view = engines[engine_id].view
-    execute_s = 0.0 if view is None else estimate_prefill(now, request, view)[1]
+    assert view is not None
+    _, execute_s, _ = estimate_prefill(now, request, view)
     engines.record_placement(
         engine_id,
         request.request_id,
