@@ -249,7 +249,8 @@ def test_new_transport_of_an_engine_is_news():
         version = harness.state.status.version
 
 
-def test_address_without_a_stream_says_why():
+def test_address_without_a_stream_says_why(caplog):
+    caplog.set_level("INFO")
     harness = Harness(PD)
     harness.router.set_addresses(frozenset({*harness.state.engines.endpoints, "127.0.0.1:9"}))
     harness.router.note_fault("127.0.0.1:9", "unavailable: refused")
@@ -263,6 +264,10 @@ def test_address_without_a_stream_says_why():
     assert harness.state.status.version == version
     harness.router.note_fault("127.0.0.1:9", "it did not say hello")
     assert harness.state.status.version > version
+    said = [record.getMessage() for record in caplog.records if "no stream" in record.getMessage()]
+    assert said == [
+        f"engine at 127.0.0.1:9: no stream: {why}" for why in ("unavailable: refused", "it did not say hello")
+    ]
 
 
 def test_report_of_an_engine_is_passed_on_until_its_stream_is_lost():
