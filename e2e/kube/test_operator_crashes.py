@@ -102,7 +102,7 @@ async def test_a_crash_after_any_write_of_an_edit_ends_in_the_same_state(client:
         async def crash_after(number: int) -> None:
             """One operator after the other dies after this write of an edit, and the next one ends what it began."""
             nonlocal num_crashes
-            before = 0
+            before = num_reached = 0
 
             async def after(write: int) -> None:
                 if write == before + number:
@@ -115,8 +115,10 @@ async def test_a_crash_after_any_write_of_an_edit_ends_in_the_same_state(client:
                     index, (edit, should_be) = next(ends)
                     was_reached = cluster.watched.num_writes >= before + number
                     assert found == should_be, f"after a crash at write {number} of {edit}"
+                    num_reached += was_reached
+                    assert cluster.num_crashes == num_reached
                     before = cluster.watched.num_writes
-                    # An edit without a crash follows the last one: damage may show there first.
+                    # No later edit has so many writes. This one had no crash: damage of the last may show here first.
                     if not was_reached and max(lengths[index + 1 :], default=0) < number:
                         break
                 num_crashes += cluster.num_crashes
