@@ -31,6 +31,7 @@ HEADER = (
     "router p50 ms",
     "missing",
     "recomputed",
+    "wrong",
 )
 
 
@@ -47,6 +48,7 @@ class HopGroup:
         plain_gaps_s: Gaps of the same requests without a hop near them.
         num_missing: Moves asked for that did not come to a hop.
         num_recomputed: Pulls that failed or came too late, by the engines' counters; None: not told apart here.
+        num_wrong: Moved requests that were answered otherwise than unmoved ones; None: not compared.
     """
 
     condition: str
@@ -57,6 +59,7 @@ class HopGroup:
     plain_gaps_s: list[float] = field(default_factory=list)
     num_missing: int = 0
     num_recomputed: int | None = None
+    num_wrong: int | None = None
 
     def add(self, hop: Hop, iterations: float | None) -> None:
         """Adds a hop."""
@@ -106,6 +109,7 @@ class HopGroup:
             format_number(figures["router_move_p50_ms"]),
             str(self.num_missing),
             "-" if self.num_recomputed is None else str(self.num_recomputed),
+            "-" if self.num_wrong is None else str(self.num_wrong),
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -118,6 +122,7 @@ class HopGroup:
             "num_plain_gaps": len(self.plain_gaps_s),
             "num_missing": self.num_missing,
             "num_recomputed": self.num_recomputed,
+            "num_wrong": self.num_wrong,
             **{name: to_json_number(value) for name, value in self.summarize().items()},
             "hops": [
                 {

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 HOLD_TOKENS = 12
 # Tokens until it is asked whether a move has come to its end; the request runs on meanwhile.
 ASKING_TOKENS = 4
-# Prompt and output of a request; it is cut off after its last hop. Long: on a busy machine a grant takes many of
-# the source's iterations, and the request runs on meanwhile.
-LONGEST_TOKENS = 4096
+# Output of a request at most; it is cut off after its last hop. Long: on a busy machine a grant takes many of the
+# source's iterations, and the request runs on meanwhile.
+MOST_OUTPUT_TOKENS = 4096
 # Gaps from a hop on that are not plain: the hop itself, and a first step that the target may have shared with it.
 HOP_GAPS = 2
 # Within the tiny model's vocabulary, above its special tokens.
@@ -69,11 +69,13 @@ class Walk:
         hops: In order; a move that was refused or given up is not among them.
         plain_gaps_s: Gaps between its tokens that have no hop near them.
         num_missing: Moves asked for that did not come to a hop.
+        token_ids: Its output.
     """
 
     hops: list[Hop]
     plain_gaps_s: list[float]
     num_missing: int
+    token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +92,15 @@ def draw_prompt(rng: random.Random, num_tokens: int) -> list[int]:
     return rng.choices(TOKEN_IDS, k=num_tokens)
 
 
-async def walk(client: BenchmarkClient, prompt: Sequence[int], choose_route: Callable[[str], list[str]]) -> Walk:
+async def walk(
+    client: BenchmarkClient, prompt: Sequence[int], limit_tokens: int, choose_route: Callable[[str], list[str]]
+) -> Walk:
     """Runs a request and moves it along a route.
 
     Args:
         client: Of the router.
         prompt: Its prompt.
+        limit_tokens: Prompt and output that the model takes.
         choose_route: Chooses the engines to move to, in order, by the one that the prefill ran on.
 
     Raises:
@@ -103,11 +108,12 @@ async def walk(client: BenchmarkClient, prompt: Sequence[int], choose_route: Cal
     """
     stream = TokenStream()
     async with asyncio.TaskGroup() as group:
-        reader = group.create_task(client.generate(stream, prompt, LONGEST_TOKENS - len(prompt)))
+        max_tokens = min(MOST_OUTPUT_TOKENS, limit_tokens - len(prompt))
+        reader = group.create_task(client.generate(stream, prompt, max_tokens))
         asked = await _ask_for_moves(client, stream, choose_route)
         # What is left of it is of no use.
         reader.cancel()
-    return read_walk(stream.token_times_s, len(prompt), asked, await client.explain(stream.request_id))
+    return read_walk(stream, len(prompt), asked, await client.explain(stream.request_id))
 
 
 async def _ask_for_moves(
@@ -147,17 +153,18 @@ async def find_engine(client: BenchmarkClient, request_id: str) -> str:
 
 
 def read_walk(
-    token_times_s: Sequence[float], prompt_tokens: int, asked: Sequence[Asked], events: Sequence[dict[str, Any]]
+    stream: TokenStream, prompt_tokens: int, asked: Sequence[Asked], events: Sequence[dict[str, Any]]
 ) -> Walk:
     """Finds the hops in a stream.
 
     Args:
-        token_times_s: Stamp of each output token.
+        stream: The stream, at its end.
         prompt_tokens: Length of the prompt.
         asked: Moves asked for, in order.
         events: The router's record of the request.
     """
     hops: list[Hop] = []
+    token_times_s = stream.token_times_s
     pending = list(asked)
     hop_indexes: set[int] = set()
     for left, arrived in find_moves(events):
@@ -185,7 +192,7 @@ def read_walk(
         for index in range(1, len(token_times_s))
         if index not in hop_indexes
     ]
-    return Walk(hops=hops, plain_gaps_s=plain, num_missing=len(asked) - len(hops))
+    return Walk(hops=hops, plain_gaps_s=plain, num_missing=len(asked) - len(hops), token_ids=stream.token_ids)
 
 
 def find_moves(events: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -25,9 +25,12 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.hand_off.background import CONDITIONS, Background, BackgroundError, BackgroundLoad
 from benchmarks.hand_off.cells import HopGroup, format_cells
 from benchmarks.hand_off.hops import draw_prompt, walk
-from benchmarks.local_cluster.client import StreamFailedError, list_errors, sum_growth
+from benchmarks.local_cluster.client import StreamFailedError, TokenStream, list_errors, sum_growth
 from benchmarks.local_cluster.cluster import BenchmarkCluster, ClusterError, make_manifest, run_cluster
 from benchmarks.local_cluster.figures import describe_machine
+from benchmarks.local_cluster.sized_models import MEDIUM, TINY, find_limit_tokens, make_models, use_model
+
+from sluice_core.latency.known_models import MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +38,8 @@ if TYPE_CHECKING:
     from benchmarks.local_cluster.client import BenchmarkClient
 
 CONTEXTS_TOKENS = (64, 256, 1024, 2048, 3500)
-LONGEST_CONTEXT_TOKENS = 4000
+# What a moved request puts out, at least.
+LEAST_OUTPUT_TOKENS = 96
 CHUNK_TOKENS = 512
 # Iterations of a decode take 22 ms there.
 EMULATED_GPU = "a100-80g"
@@ -78,6 +82,7 @@ class HandOffRun:
         self._client = client
         self._options = options
         self._rng = random.Random(options.seed)
+        self._limit_tokens = find_limit_tokens(options.model)
         self.cells: list[HopGroup] = []
         self.affinity = cluster.find_affinity()
 
@@ -95,7 +100,7 @@ class HandOffRun:
             def choose(start: str, *, is_reversed: bool = is_reversed) -> list[str]:
                 return make_circuit(engine_ids, start, is_reversed=is_reversed)
 
-            found = await walk(self._client, prompt, choose)
+            found = await walk(self._client, prompt, self._limit_tokens, choose)
             for hop in found.hops:
                 cell.add(hop, None)
             cell.add_rest(found)
@@ -137,11 +142,28 @@ class HandOffRun:
         def choose(start: str) -> list[str]:
             return [next(engine_id for engine_id in engine_ids if engine_id != start), start]
 
-        found = await walk(self._client, draw_prompt(self._rng, context_tokens), choose)
+        prompt = draw_prompt(self._rng, context_tokens)
+        is_checked = there.condition == IDLE.name and self._options.check_tokens
+        unmoved = await self._answer_unmoved(prompt) if is_checked else []
+        found = await walk(self._client, prompt, self._limit_tokens, choose)
         there.add_rest(found)
+        if is_checked:
+            is_wrong = any(token != other for token, other in zip(found.token_ids, unmoved, strict=False))
+            there.num_wrong = (there.num_wrong or 0) + is_wrong
         back.plain_gaps_s.extend(found.plain_gaps_s)
         for hop, cell in zip(found.hops, (there, back), strict=False):
             cell.add(hop, background.count_iterations(hop) if background else None)
+
+    async def _answer_unmoved(self, prompt: list[int]) -> list[int]:
+        """Answers a prompt that is cached, on one engine; the moved request will find it cached too.
+
+        Rounding depends on how many tokens of a prompt are computed at once.
+        """
+        stream = TokenStream()
+        for _ in range(2):
+            stream = TokenStream()
+            await self._client.generate(stream, prompt, LEAST_OUTPUT_TOKENS)
+        return stream.token_ids
 
     async def _list_engines(self) -> list[str]:
         status = await self._client.read_status()
@@ -185,6 +207,14 @@ def make_cluster_manifest(options: argparse.Namespace) -> dict[str, Any]:
     spec["chunkSizes"]["prefillHeavy"] = CHUNK_TOKENS
     if options.emulated:
         spec["engine"]["emulation"] = {"gpu": EMULATED_GPU, "model": EMULATED_MODEL}
+    if options.model != TINY:
+        use_model(
+            spec,
+            options.model,
+            kv_cache_bytes=options.kv_gib << 30,
+            memory_share=0.9 / options.engines,
+            arguments=options.engine_args.split(),
+        )
     # No objective is at stake here, and a queue of prefills is wanted.
     spec["slo"] |= {"ttftMilliseconds": 60_000, "tpotMilliseconds": 10_000}
     return manifest
@@ -196,6 +226,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the figures, with every hop, to this file")
     parser.add_argument("--quick", action="store_true", help="a smoke run of under a minute; its figures mean little")
     parser.add_argument("--emulated", action="store_true", help="emulated engines, which schedule ahead as GPUs do")
+    parser.add_argument(
+        "--model", default=TINY, choices=(TINY, MEDIUM, *MODELS), help="others than the tiny one need a GPU"
+    )
+    parser.add_argument("--kv-gib", type=int, default=8, help="KV cache of each engine on a GPU (default %(default)s)")
+    parser.add_argument("--engine-args", default="", help="further arguments of vLLM on a GPU, with spaces")
+    parser.add_argument("--check-tokens", action="store_true", help="compare idle engines' answers with unmoved ones")
     parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS_TOKENS)), help="prompt lengths, in tokens")
     parser.add_argument("--trips", type=int, default=25, help="trips there and back per cell (default %(default)s)")
     parser.add_argument(
@@ -214,8 +250,9 @@ def parse_options() -> argparse.Namespace:
     if options.quick:
         options.engines, options.trips, options.contexts = 3, 3, "64,1024"
     options.contexts = [int(length) for length in options.contexts.split(",")]
-    if not all(1 <= length <= LONGEST_CONTEXT_TOKENS for length in options.contexts):
-        parser.error(f"--contexts are from 1 to {LONGEST_CONTEXT_TOKENS} tokens")
+    longest_tokens = find_limit_tokens(options.model) - LEAST_OUTPUT_TOKENS
+    if not all(1 <= length <= longest_tokens for length in options.contexts):
+        parser.error(f"--contexts are from 1 to {longest_tokens} tokens")
     known = {condition.name: condition for condition in CONDITIONS}
     names = options.conditions.split(",")
     if unknown := set(names) - known.keys():
@@ -276,7 +313,8 @@ def run_benchmark(options: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         folder = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-hand-off-")))
         ports = range(options.port_base + 1, options.port_base + 500)
-        cluster = stack.enter_context(run_cluster(folder, make_cluster_manifest(options), ports=ports))
+        models = make_models(options.model, folder.absolute() / "models")
+        cluster = stack.enter_context(run_cluster(folder, make_cluster_manifest(options), ports=ports, models=models))
         run = asyncio.run(measure(cluster, options))
     print_result(run, machine)
     if options.json:

@@ -34,6 +34,7 @@ class TokenStream:
         sent_s: When it was sent, on ``time.perf_counter``'s clock, as all stamps.
         request_id: The router's id, once known.
         token_times_s: Arrival of each token; tokens of one message have one stamp.
+        token_ids: The tokens.
         num_hand_offs: Moves that the router counted; known at the end.
         is_done: The stream has ended.
     """
@@ -41,6 +42,7 @@ class TokenStream:
     sent_s: float = field(default_factory=time.perf_counter)
     request_id: str = ""
     token_times_s: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     num_hand_offs: int = 0
     is_done: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -50,6 +52,7 @@ class TokenStream:
         now_s = time.perf_counter()
         self.request_id = delta.request_id
         self.token_times_s.extend(now_s for _ in delta.token_ids)
+        self.token_ids.extend(delta.token_ids)
         if delta.finish_reason:
             self.num_hand_offs = delta.usage.num_hand_offs
         self._news.set()

@@ -189,13 +189,16 @@ def make_manifest(name: str, *, http_port: int, replicas: int) -> dict[str, Any]
 
 
 @contextlib.contextmanager
-def run_cluster(directory: Path, manifest: dict[str, Any], *, ports: range) -> Iterator[BenchmarkCluster]:
+def run_cluster(
+    directory: Path, manifest: dict[str, Any], *, ports: range, models: Path = MODELS
+) -> Iterator[BenchmarkCluster]:
     """Runs ``sluice up`` until the block ends; then Ctrl-C.
 
     Args:
         directory: Working directory, made if need be.
-        manifest: The ServingCluster; its claim ``models`` is the repository's own, with the tiny model.
+        manifest: The ServingCluster.
         ports: Ports that the launcher may choose.
+        models: Its claim ``models``; the repository's own, with the tiny model, by default.
     """
     # A killed benchmark would leave the cluster behind; this way the block ends as it does with Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -203,7 +206,7 @@ def run_cluster(directory: Path, manifest: dict[str, Any], *, ports: range) -> I
     tiny_model.make_tiny_model(MODELS / "tiny")
     path = directory / "manifest.yaml"
     path.write_text(yaml.safe_dump(manifest))
-    command = [sys.executable, "-m", "sluice_cli.main", "up", str(path), "--volume", f"models={MODELS}"]
+    command = [sys.executable, "-m", "sluice_cli.main", "up", str(path), "--volume", f"models={models}"]
     with (directory / "up.log").open("wb") as log:
         process = subprocess.Popen(
             [*command, "--port-range", f"{ports[0]}-{ports[-1]}"],
