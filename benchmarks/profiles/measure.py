@@ -92,7 +92,7 @@ class Cell:
 CELLS = (
     *(
         Cell(num_decodes=decodes, context_tokens=context)
-        for context, most in ((128, 256), (1024, 256), (4096, 128), (16_384, 16))
+        for context, most in ((128, 256), (1024, 256), (4096, 64), (16_384, 16))
         for decodes in (1, 4, 16, 64, 128, 256)
         if decodes <= most
     ),
