@@ -1,4 +1,4 @@
-"""Runs the first iterations before the engine serves.
+"""Makes sure that the EngineCore has our plugin, and runs the first iterations, before the engine serves.
 
 The first iteration of a kind takes up to 1.5 s on a CPU (lazy imports, kernels prepared at first use): too long for a
 client's TTFT, and misleading for the routers' latency models.
@@ -7,11 +7,12 @@ client's TTFT, and misleading for the routers' latency models.
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import sampling_pb2
-from sluice_engine.core_messages import RequestExtras
+from sluice_engine.core_messages import UTILITY, RequestExtras
 from sluice_engine.errors import StartError
 
 if TYPE_CHECKING:
@@ -44,8 +45,9 @@ class WarmUp:
         """Runs until all requests have ended.
 
         Raises:
-            StartError: They do not.
+            StartError: They do not, or vLLM has not loaded the plugin.
         """
+        await self._check_plugin()
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 waiting = {await self._submit(number, sampling) for number, sampling in enumerate(SAMPLING)}
@@ -54,6 +56,18 @@ class WarmUp:
                     waiting -= {output.request_id for output in outputs.outputs if output.finish_reason is not None}
         except TimeoutError as error:
             raise StartError(f"the first requests did not end within {TIMEOUT_S:.0f} s") from error
+
+    async def _check_plugin(self) -> None:
+        """Carries out no command: without the plugin the engine would look ready and obey nothing."""
+        try:
+            await self._client.call_utility_async(UTILITY, [])
+        except Exception as error:  # vLLM's client raises a plain one
+            plugins = os.environ.get("VLLM_PLUGINS")
+            raise StartError(
+                "vLLM's EngineCore has not loaded the plugin sluice of the entry points vllm.general_plugins: is "
+                f"sluice-serve installed where the engine runs, and does VLLM_PLUGINS ({plugins or 'not set'}) leave "
+                f"it out? vLLM says: {error}"
+            ) from error
 
     async def _submit(self, number: int, sampling: sampling_pb2.SamplingParams) -> str:
         core_id = f"warm-up-{number}"
