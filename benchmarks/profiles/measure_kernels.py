@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,7 +85,7 @@ def time_launches(launches: Sequence[Callable[[], object]]) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / 1e3 / len(launches))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def measure_gemms(kernels: Kernels) -> list[KernelTime]:
@@ -102,7 +103,7 @@ def measure_gemms(kernels: Kernels) -> list[KernelTime]:
             for tokens in TOKENS:
                 inputs_of_all = draw(tokens, inputs)
                 launches = [
-                    (lambda weight=weights[index % copies], x=inputs_of_all: torch.nn.functional.linear(x, weight))
+                    partial(torch.nn.functional.linear, inputs_of_all, weights[index % copies])
                     for index in range(NUM_LAUNCHES)
                 ]
                 found.append(
@@ -196,7 +197,7 @@ class PagedCache:
                 fa_version=3,
             )
 
-        return [(lambda table=table: launch(table)) for table in tables]
+        return [partial(launch, table) for table in tables]
 
 
 def draw(*shape: int) -> torch.Tensor:
