@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from checks import CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,6 +100,21 @@ def is_ready() -> bool:
 def test_each_document_shows_what_ci_runs() -> None:
     assert {block.document for block in BLOCKS} == set(DOCUMENTS)
     assert any(block.kind == "ci-elsewhere" and "make test" in block.commands for block in BLOCKS)
+
+
+def test_the_parts_of_make_test_are_shown_as_they_run() -> None:
+    (shown,) = (block for block in BLOCKS if ".venv/bin/lint-imports" in block.commands)
+    checks = [list(command) for _, _, command in CHECKS]
+    commands = [shlex.split(line.removeprefix(".venv/bin/")) for line in shown.commands.splitlines()]
+    assert {command[0] for command in commands} == {"ruff", "mypy", "lint-imports", "pytest"}
+    for command in commands:
+        match command[0]:
+            case "mypy":
+                assert any(check[0] == "mypy" and set(command) <= set(check) for check in checks)
+            case "pytest":
+                assert (ROOT / command[-1]).is_file()
+            case _:
+                assert command in checks
 
 
 @pytest.mark.usefixtures("made_up")
