@@ -1,6 +1,6 @@
 """Proves what README says is supported, and CI does not run: other Pythons, other versions of Kubernetes, our images.
 
-    .venv/bin/python .ci/compatibility.py [PART...] [--only NAME]
+    .venv/bin/python .ci/compatibility.py [PART...] [--only VERSION]
 
 Parts are ``python``, ``kubernetes``, ``images`` and ``autoscalers``; without any, all run. ``--only 3.12`` leaves the
 other versions out. A failed proof does not hide the next one. At its limit a step is stopped, says where it stood, and
@@ -57,11 +57,13 @@ class Proof:
 
     Args:
         part: What a person asks for.
-        name: What it proves, such as ``Python 3.12``.
+        only: What ``--only`` calls it, such as ``3.12``.
+        name: What it proves, such as ``Python 3.12.1``.
         run: Makes the proof; None if that is impossible here.
     """
 
     part: str
+    only: str
     name: str
     run: Callable[[], Counts] | None
 
@@ -85,32 +87,21 @@ def find_python(version: str, *, uv: Path = BIN / "uv") -> Path | None:
 
 def find_proofs() -> list[Proof]:
     """Every proof of README's claims, in the order in which they are made."""
-    pythons = {version: find_python(version) for version in PYTHONS}
+    proofs = []
+    for version in PYTHONS:
+        name, run = f"Python {version}", None
+        if (python := find_python(version)) is not None:
+            name = subprocess.check_output([python, "-V"], text=True).strip()
+            run = functools.partial(prove_python, version, python)
+        proofs.append(Proof(part="python", only=version, name=name, run=run))
     minors = sorted((path.name for path in VERSIONS.iterdir()), key=lambda name: int(name.split(".")[1]))
-    return [
-        *(
-            Proof(
-                part="python",
-                name=f"Python {version}",
-                run=functools.partial(prove_python, version, python) if python else None,
-            )
-            for version, python in pythons.items()
-        ),
-        *(
-            Proof(
-                part="kubernetes",
-                name=f"Kubernetes {minor}",
-                run=functools.partial(prove_kubernetes, minor, FIRST_KUBE_PORT + 20 * index),
-            )
-            for index, minor in enumerate(minors)
-        ),
-        Proof(part="images", name="images", run=lambda: run_step("make", "images-check", limit_s=TARGET_LIMIT_S)),
-        Proof(
-            part="autoscalers",
-            name="autoscalers",
-            run=lambda: run_step("make", "autoscalers-check", limit_s=TARGET_LIMIT_S),
-        ),
-    ]
+    for index, minor in enumerate(minors):
+        prove = functools.partial(prove_kubernetes, minor, FIRST_KUBE_PORT + 20 * index)
+        proofs.append(Proof(part="kubernetes", only=minor, name=f"Kubernetes {minor}", run=prove))
+    for part in ("images", "autoscalers"):
+        target = functools.partial(run_step, "make", f"{part}-check", limit_s=TARGET_LIMIT_S)
+        proofs.append(Proof(part=part, only=part, name=part, run=target))
+    return proofs
 
 
 def run_step(*command: str | Path, limit_s: float, environment: dict[str, str] | None = None) -> Counts:
@@ -209,19 +200,18 @@ def main() -> None:
     parts = list(dict.fromkeys(proof.part for proof in proofs))
     parser = argparse.ArgumentParser(description="Proves on this machine what README says is supported.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"one of {', '.join(parts)}; all by default")
-    parser.add_argument("--only", action="append", metavar="NAME", help="a version, such as 3.12; may be repeated")
+    parser.add_argument("--only", action="append", metavar="VERSION", help="a version, such as 3.12; may be repeated")
     asked = parser.parse_args()
-    names = asked.only or [name for proof in proofs for name in proof.name.split()]
-    if unknown := set(asked.parts) - set(parts):
-        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
-    if unknown := set(names) - {name for proof in proofs for name in proof.name.split()}:
-        parser.error(f"there is no {', '.join(sorted(unknown))}")
+    versions = [proof.only for proof in proofs]
+    for given, known in ((asked.parts, parts), (asked.only or (), versions)):
+        if unknown := set(given) - set(known):
+            parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     end_steps_with_this_process()
     # A step that is stopped shall leave stacks, not core files.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     lines, is_good = run_proofs(
-        proofs, lambda proof: proof.part in (asked.parts or parts) and proof.name.split()[-1] in names
+        proofs, lambda proof: proof.part in (asked.parts or parts) and proof.only in (asked.only or versions)
     )
     print(*lines, sep="\n")
     sys.exit(0 if is_good else 1)

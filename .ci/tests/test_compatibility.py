@@ -51,6 +51,13 @@ def test_an_interpreter_is_found_on_the_path_and_among_those_of_pyenv(bare: Path
     assert subprocess.check_output([found, "-c", "import sys; print(sys.prefix)"], text=True).strip() == sys.base_prefix
 
 
+def test_an_interpreter_is_named_with_its_whole_version(bare: Path) -> None:
+    link_python(bare / "bin", HERE)
+    (found,) = [proof for proof in find_proofs() if proof.only == HERE]
+    assert found.run is not None
+    assert found.name == f"Python {sys.version.split()[0]}"
+
+
 def test_an_interpreter_that_is_another_version_than_its_name_says_is_not_taken(bare: Path) -> None:
     other = next(version for version in PYTHONS if version != HERE)
     link_python(bare / "bin", other)
@@ -64,7 +71,7 @@ def test_the_proofs_are_those_of_the_readme(bare: Path) -> None:
     pythons = [proof for proof in proofs if proof.part == "python"]
     assert [(proof.name, proof.run) for proof in pythons] == [(f"Python {version}", None) for version in PYTHONS]
     oldest, *_ = [proof.name for proof in proofs if proof.part == "kubernetes"]
-    assert f"| {oldest.removesuffix('.0').replace(' ', ' | ')} or newer |" in readme
+    assert f"| {oldest.replace(' ', ' | ')} or newer |" in readme
     assert [proof.name for proof in proofs if proof.part not in ("python", "kubernetes")] == ["images", "autoscalers"]
 
 
@@ -81,7 +88,9 @@ def lacks_a_program() -> Counts:
 
 
 def prove(*runs: Callable[[], Counts] | None, asked: int = 9) -> tuple[list[str], bool]:
-    proofs = [Proof(part="python", name=f"Python {number}", run=run) for number, run in enumerate(runs)]
+    proofs = [
+        Proof(part="python", only=str(number), name=f"Python {number}", run=run) for number, run in enumerate(runs)
+    ]
     return run_proofs(proofs, lambda proof: proofs.index(proof) < asked)
 
 
