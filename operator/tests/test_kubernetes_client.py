@@ -256,6 +256,8 @@ def test_an_error_has_the_server_s_words_or_the_beginning_of_what_it_sent(body: 
     ("message", "added"),
     [
         ('apply /x: deployments.apps "tiny-router" is forbidden: ', 'cannot create resource "deployments"'),
+        ('networkpolicies.networking.k8s.io "tiny" is forbidden: ', 'cannot create resource "networkpolicies"'),
+        ('certificates.cert-manager.io "front" is forbidden: ', 'cannot create resource "certificates"'),
         ('apply /x: services "tiny-engines" is forbidden: ', 'cannot create resource "services"'),
         ('apply /x: services "tiny-engines" is forbidden: exceeded quota: q', ""),
         ("apply /x: is forbidden", ""),

@@ -58,7 +58,7 @@ ERRORS: dict[int, type[KubernetesError]] = {
 # Server-side apply answers unknown fields and values of a wrong type with status 500 and these words.
 NOT_TYPED = "failed to create typed patch object"
 # Kubernetes 1.30 says no more where an apply finds no object and the account may not create one.
-UNEXPLAINED = re.compile(r'([a-z]+)[a-z.]* "[^"]*" is forbidden: $')
+UNEXPLAINED = re.compile(r'(?:^| )([a-z]+)[a-z0-9.-]* "[^"]*" is forbidden: $')
 
 
 def make_error(status: int, message: str, retry_after_s: float | None = None) -> KubernetesError:
