@@ -11,6 +11,7 @@
 # make kubernetes builds that Kubernetes, if it is not built yet (ten minutes)
 # make images-check builds the images of the Dockerfiles, and runs them there (30 GB of disk, a quarter of an hour)
 # make autoscalers-check builds KEDA and prometheus-adapter, and has them scale a cluster there (half an hour)
+# make compatibility runs the tests on other Pythons and Kubernetes versions, then the two above (hours; ARGS="python")
 # make release-check makes the files of a release and checks them; all but the push (helm)
 # make bench   runs the benchmarks
 # make bench-paper writes docs/measurements/papers.md anew: papers reproduced in the simulator
@@ -42,9 +43,9 @@ SOURCES := $(shell find core protos router engine_image operator cli -path '*/sl
 # Bytecode is compiled at the installation: where PYTHONDONTWRITEBYTECODE is set, importing vLLM would cost 25 s each time.
 INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode
 
-.PHONY: help up demo test soak e2e-k8s kubernetes images-check autoscalers-check release-check down lock reference docs format bench bench-paper mutation clean dev install model
+.PHONY: help up demo test soak e2e-k8s kubernetes images-check autoscalers-check compatibility release-check down lock reference docs format bench bench-paper mutation clean dev install model
 help:
-	@sed -n 's/^# //p' Makefile | head -18
+	@sed -n 's/^# //p' Makefile | head -19
 
 up: install model
 	@exec $(BIN)/sluice up $(MANIFEST) $(ARGS)
@@ -69,6 +70,9 @@ images-check: $(STAMPS)/dev model
 
 autoscalers-check: $(STAMPS)/dev $(COMPILED) model
 	@PYTHONPATH=e2e/kube:.ci exec $(BIN)/python -m testbed test -s e2e/kube/test_autoscalers.py $(ARGS)
+
+compatibility: $(STAMPS)/dev $(COMPILED) model
+	@exec $(BIN)/python .ci/compatibility.py $(ARGS)
 
 release-check: $(STAMPS)/dev
 	@exec $(BIN)/python .ci/release_files.py check $(ARGS)

@@ -104,6 +104,7 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "docs/conf.py",
             "docs/cli_reference.py",
             ".ci/checks.py",
+            ".ci/compatibility.py",
             ".ci/release_files.py",
             ".ci/sbom.py",
             ".ci/limited_runs.py",

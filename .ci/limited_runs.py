@@ -129,6 +129,7 @@ def run_pytest(
     folder: Path,
     environment: dict[str, str] | None = None,
     output: IO[bytes] | None = None,
+    python: str | Path = sys.executable,
 ) -> Counts:
     """Runs tests and shows their progress; at the limit it says which of them ran, and counts a failure.
 
@@ -138,11 +139,12 @@ def run_pytest(
         folder: Where it runs.
         environment: Further environment variables.
         output: Where it prints; on standard output if None.
+        python: The interpreter.
     """
     with tempfile.TemporaryDirectory() as scratch:
         report, running = Path(scratch) / "report.xml", Path(scratch) / "running"
         status = run_limited(
-            [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments],
+            [python, "-m", "pytest", "-q", f"--junitxml={report}", *arguments],
             limit_s=limit_s,
             environment={**os.environ, **(environment or {}), RUNNING_TESTS: str(running)},
             cwd=folder,

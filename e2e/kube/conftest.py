@@ -12,7 +12,7 @@ from testbed.cluster import Testbed, run_testbed
 from testbed.errors import TestbedError
 from testbed.helm import Helm
 from testbed.images import make_python_image
-from testbed.kubernetes_build import build
+from testbed.kubernetes_choice import build_chosen
 from testbed.settings import NODE_NAME, ROOT, make_settings
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def place_for_pods(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
     """Helm, which needs no cluster to render."""
-    return Helm(build() / "helm", tmp_path_factory.mktemp("helm"))
+    return Helm(build_chosen() / "helm", tmp_path_factory.mktemp("helm"))
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from stand_in_router import StandInRouters, run_stand_in_routers
 from test_chart import one, pick
 from testbed.fake_nodes import is_ready, make_node
 from testbed.helm import Helm
-from testbed.kubernetes_build import build
+from testbed.kubernetes_choice import build_chosen
 
 from sluice_operator.kubernetes.kinds import CERTIFICATES, SERVICE_MONITORS
 from sluice_operator.kubernetes.rbac import LEASE_RULES, RULES, WATCHED
@@ -138,7 +138,7 @@ def access(client: Client, testbed: Testbed, crd: Path, tmp_path_factory: pytest
     """The service account and roles as the chart renders them, and nothing else of the chart."""
     for name in (SYSTEM, TEAM):
         client.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": RESTRICTED}})
-    rendered = Helm(build() / "helm", tmp_path_factory.mktemp("helm")).template(VALUES, namespace=SYSTEM)
+    rendered = Helm(build_chosen() / "helm", tmp_path_factory.mktemp("helm")).template(VALUES, namespace=SYSTEM)
     assert set(find_grants_in(rendered)) == {(SYSTEM, LEASE_ROLE), (TEAM, ROLE)}
     client.apply(*(item for kind in ("ServiceAccount", "Role", "RoleBinding") for item in pick(rendered, kind)))
     account = one(rendered, "ServiceAccount")["metadata"]["name"]

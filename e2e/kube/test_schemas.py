@@ -16,6 +16,7 @@ from chart_values import VALUES
 from fake_kubernetes import make_cluster
 from testbed.helm import CHART
 from testbed.kubernetes_build import MODULES
+from testbed.kubernetes_choice import VERSIONS
 from testbed.schemas import KUBERNETES, Schemas, load_schemas
 from testbed.settings import ROOT
 
@@ -172,3 +173,11 @@ def test_the_versions_are_the_newest_three_and_the_oldest_supported() -> None:
     # The test cluster's version is one of them.
     modules = (MODULES / "kubernetes" / "go.mod").read_text()
     assert any(f"\t{source.module.replace('@', ' ')}\n" in modules for source in KUBERNETES.values())
+
+
+def test_the_other_versions_that_run_are_the_newest_and_the_oldest_supported() -> None:
+    newest, *_, oldest = KUBERNETES
+    assert {path.name for path in VERSIONS.iterdir()} == {newest, oldest}
+    for minor in (newest, oldest):
+        modules = (VERSIONS / minor / "go.mod").read_text()
+        assert f"\t{KUBERNETES[minor].module.replace('@', ' ')}\n" in modules

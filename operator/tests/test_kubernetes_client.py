@@ -14,7 +14,14 @@ from kubernetes.aio.client.configuration import Configuration
 
 from sluice_operator.kubernetes import client as client_module
 from sluice_operator.kubernetes.client import KubernetesClient
-from sluice_operator.kubernetes.errors import BusyError, ConflictError, ForbiddenError, InvalidError, NotFoundError
+from sluice_operator.kubernetes.errors import (
+    BusyError,
+    ConflictError,
+    ForbiddenError,
+    InvalidError,
+    NotFoundError,
+    make_error,
+)
 from sluice_operator.kubernetes.kinds import CLUSTERS, DEPLOYMENTS, PODS, SERVICE_MONITORS
 
 if TYPE_CHECKING:
@@ -243,6 +250,23 @@ async def test_the_api_server_is_the_pod_s_or_that_of_the_kubeconfig(monkeypatch
 )
 def test_an_error_has_the_server_s_words_or_the_beginning_of_what_it_sent(body: bytes, message: str) -> None:
     assert client_module._read_message(body) == message
+
+
+@pytest.mark.parametrize(
+    ("message", "added"),
+    [
+        ('apply /x: deployments.apps "tiny-router" is forbidden: ', 'cannot create resource "deployments"'),
+        ('networkpolicies.networking.k8s.io "tiny" is forbidden: ', 'cannot create resource "networkpolicies"'),
+        ('certificates.cert-manager.io "front" is forbidden: ', 'cannot create resource "certificates"'),
+        ('apply /x: services "tiny-engines" is forbidden: ', 'cannot create resource "services"'),
+        ('apply /x: services "tiny-engines" is forbidden: exceeded quota: q', ""),
+        ("apply /x: is forbidden", ""),
+    ],
+)
+def test_the_missing_right_is_named_where_kubernetes_1_30_does_not(message: str, added: str) -> None:
+    error = make_error(403, message)
+    assert isinstance(error, ForbiddenError)
+    assert str(error) == message + added
 
 
 @pytest.mark.parametrize(("header", "pause_s"), [("7", 7.0), ("0", 0.0), ("", None), ("soon", None), ("1.5", None)])

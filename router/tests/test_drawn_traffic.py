@@ -69,7 +69,18 @@ OWNER_LIMITS = (
 )
 # What real time and real chance decide.
 UNREPEATABLE = ("sluice_decision_seconds", "sluice_loop_lag_seconds", "_created")
-FLOAT = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
+# A number, behind its name where a message is shown.
+FLOAT = re.compile(r"( \w+: )?(-?\d+\.\d+(?:e-?\d+)?)")
+# What is left where equal numbers are subtracted. It is another number from Python 3.12 on, whose ``sum`` loses less.
+ROUNDING_ERROR = 1e-12
+
+
+def write_float(found: re.Match[str]) -> str:
+    """Writes a number without what rounding has left; a message shows no field that is 0."""
+    name, value = found[1] or "", float(found[2])
+    if 0 < abs(value) < ROUNDING_ERROR:
+        return "" if name else "0"
+    return f"{name}{value:.6g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +285,7 @@ class Run:
         new = [describe_event(event) for event in events[self.num_events :]]
         self.num_events = len(events)
         lines = [f"{action} at {self.harness.clock.now_s}", *self.told, *new]
-        self.steps.append([FLOAT.sub(lambda found: f"{float(found[0]):.6g}", line) for line in lines])
+        self.steps.append([FLOAT.sub(write_float, line) for line in lines])
         self.told.clear()
 
     def attempt(self, act: Callable[[], object]) -> None:

@@ -30,6 +30,8 @@ GET = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
 GET_1_0 = b"GET /livez HTTP/1.0\r\nHost: x\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 ESTABLISHED, CLOSED = 1, 7
+# What the connection itself calls later; aiohttp has timers too.
+OWN_TIMERS = ("force_close", "abort_if_reset")
 
 
 class PlayedSocket:
@@ -79,9 +81,12 @@ class PlayedTransport(asyncio.Transport):
 
 
 class PlayedTimers:
-    """The running loop, but for timers of the connection's own."""
+    """A connection's own timers. Their loop is the running one: aiohttp's tasks take no other from Python 3.12 on."""
 
     def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._call_later = loop.call_later
+        loop.call_later = self.call_later  # type: ignore[assignment]
         self.timers: list[tuple[float, Callable[..., Any], PlayedTimers.Handle]] = []
 
     class Handle:
@@ -90,13 +95,12 @@ class PlayedTimers:
         def cancel(self) -> None:
             self.is_cancelled = True
 
-    def call_later(self, delay_s: float, callback: Callable[..., Any], *args: Any) -> Handle:
+    def call_later(self, delay_s: float, callback: Callable[..., Any], *args: Any, **context: Any) -> Any:
+        if getattr(callback, "__name__", "") not in OWN_TIMERS:
+            return self._call_later(delay_s, callback, *args, **context)
         assert not args
         self.timers.append((delay_s, callback, self.Handle()))
         return self.timers[-1][2]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(asyncio.get_running_loop(), name)
 
     def take(self) -> list[tuple[float, str]]:
         """Delays and callbacks of what is set and not cancelled."""
@@ -142,7 +146,8 @@ class Table:
         settings = ConnectionSettings(
             header_timeout_s=3.0, write_buffer_bytes=1000, max_paused_s=1.5, clock=lambda: self.now_s
         )
-        self.server = EdgeServer(self.handle, settings, self.timers, access_log=None, keepalive_timeout=60)  # type: ignore[arg-type]
+        loop = asyncio.get_running_loop()
+        self.server = EdgeServer(self.handle, settings, loop, access_log=None, keepalive_timeout=60)
         self.raw = raw
         self.transport = PlayedTransport(raw, is_tls=is_tls)
         self.connection = self.server()

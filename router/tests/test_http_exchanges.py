@@ -13,6 +13,7 @@ import gzip
 import json
 import os
 import re
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,8 @@ ERRORS = {
         EngineFaultError("the reason"),
     )
 }
+# From Python 3.12 on, what the headers decide is answered before the body has come, and the connection closes.
+ANSWERED_BY_HEADERS = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 PATHS = (
     ("GET", "/v1/models"),
     ("GET", "/v1/models/tiny"),
@@ -202,6 +205,8 @@ def describe(answer: Any) -> list[str]:
     body = answer.text
     body = re.sub(r'"created": ?\d+', '"created":0', body)
     headers.pop("content-length", None)
+    if answer.status_code in ANSWERED_BY_HEADERS:
+        headers.pop("connection", None)
     return [f"  {answer.status_code} {headers}", *(f"  | {line}" for line in body.splitlines() if line)]
 
 

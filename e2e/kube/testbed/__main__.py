@@ -18,7 +18,7 @@ import click
 from testbed.cleanup import clean, find_leftovers
 from testbed.cluster import run_testbed
 from testbed.errors import TestbedError
-from testbed.kubernetes_build import build
+from testbed.kubernetes_choice import build_chosen
 from testbed.packages import install_packages
 from testbed.settings import ROOT, Ports, Settings, make_settings
 
@@ -35,7 +35,7 @@ def main() -> None:
 @main.command("build")
 def build_command() -> None:
     """Builds Kubernetes and its tools, unless they are cached."""
-    print(build())
+    print(build_chosen())
 
 
 @main.command()
@@ -74,7 +74,7 @@ def test(arguments: tuple[str, ...]) -> None:
     settings = [make_settings()]
     try:
         install_packages()
-        build()
+        build_chosen()
         if arguments:
             counts = run_pytest(["--durations=5", *arguments], limit_s=LIMIT_S, folder=ROOT)
         else:

@@ -13,7 +13,7 @@ from testbed.client import Client
 from testbed.control_plane import ControlPlane
 from testbed.errors import TestbedError
 from testbed.fake_nodes import start_fake_nodes
-from testbed.kubernetes_build import build
+from testbed.kubernetes_choice import build_chosen
 from testbed.node import Node
 from testbed.packages import install_packages
 from testbed.processes import Processes
@@ -64,7 +64,7 @@ def run_testbed(settings: Settings) -> Iterator[Testbed]:
     """
     if settings.has_real_node:
         install_packages()
-    path = build()
+    path = build_chosen()
     settings.logs.mkdir(parents=True, exist_ok=True)
     with _locked(settings) as locks:
         clean(settings)

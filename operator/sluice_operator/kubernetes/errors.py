@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class KubernetesError(Exception):
     """A request that failed.
@@ -55,10 +57,14 @@ ERRORS: dict[int, type[KubernetesError]] = {
 }
 # Server-side apply answers unknown fields and values of a wrong type with status 500 and these words.
 NOT_TYPED = "failed to create typed patch object"
+# Kubernetes 1.30 says no more where an apply finds no object and the account may not create one.
+UNEXPLAINED = re.compile(r'(?:^| )([a-z]+)[a-z0-9.-]* "[^"]*" is forbidden: $')
 
 
 def make_error(status: int, message: str, retry_after_s: float | None = None) -> KubernetesError:
     """Makes the error of an HTTP status, or of the server's message where the status misleads."""
+    if (unexplained := UNEXPLAINED.search(message)) is not None:
+        message += f'cannot create resource "{unexplained[1]}"'
     default = InvalidError if status < 500 or NOT_TYPED in message else BusyError
     return ERRORS.get(status, default)(message, retry_after_s=retry_after_s)
 
