@@ -26,8 +26,8 @@ from benchmarks.emulated.load import LoadAnswer, run_load
 from benchmarks.emulated.manifests import ANSWER_TIMEOUT_S, MODEL_LIMIT_TOKENS, make_cluster_manifest, read_share
 from benchmarks.emulated.phases import Phase, Setting, run_phase
 from benchmarks.emulated.report import compute_ratios, find_warnings, format_moves, format_phases, format_ratios
-from benchmarks.local_cluster.client import StreamFailedError, list_errors
-from benchmarks.local_cluster.cluster import BenchmarkCluster, ClusterError, run_cluster
+from benchmarks.local_cluster.client import StreamFailedError
+from benchmarks.local_cluster.cluster import BenchmarkCluster, run_cluster, run_to_status
 from benchmarks.local_cluster.figures import describe_machine
 
 from sluice_core.records import IterationShape
@@ -290,14 +290,7 @@ def make_notes(options: argparse.Namespace, lengths: Lengths, settings: list[Set
 
 def main() -> int:
     """Runs the command line; returns the exit status."""
-    status = 0
-    try:
-        run_benchmark(parse_options())
-    except* (ClusterError, StreamFailedError) as group:
-        for error in list_errors(group):
-            print(f"FAILED: {error}", file=sys.stderr)
-        status = 1
-    return status
+    return run_to_status(lambda: run_benchmark(parse_options()))
 
 
 def run_benchmark(options: argparse.Namespace) -> None:

@@ -30,8 +30,7 @@ from benchmarks.emulated.phases import Setting, run_phase
 from benchmarks.fidelity.compare import Comparison, compare_batches, compare_runs, format_comparisons
 from benchmarks.fidelity.recorded_runs import read_records
 from benchmarks.fidelity.simulated import find_goodput_rps, make_cell, replay, simulate
-from benchmarks.local_cluster.client import StreamFailedError, list_errors
-from benchmarks.local_cluster.cluster import POLL_S, BenchmarkCluster, ClusterError, run_cluster
+from benchmarks.local_cluster.cluster import POLL_S, BenchmarkCluster, run_cluster, run_to_status
 from benchmarks.local_cluster.figures import describe_machine
 
 from sluice_core.sim.sim_setup import Arrival as SimulatedArrival
@@ -240,14 +239,7 @@ def run_benchmark(options: argparse.Namespace) -> None:
 
 def main() -> int:
     """Runs the command line; returns the exit status."""
-    status = 0
-    try:
-        run_benchmark(parse_options())
-    except* (ClusterError, StreamFailedError) as group:
-        for error in list_errors(group):
-            print(f"FAILED: {error}", file=sys.stderr)
-        status = 1
-    return status
+    return run_to_status(lambda: run_benchmark(parse_options()))
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.hand_off.background import CONDITIONS, Background, BackgroundError, BackgroundLoad
 from benchmarks.hand_off.cells import HopGroup, format_cells
 from benchmarks.hand_off.hops import draw_prompt, walk
-from benchmarks.local_cluster.client import StreamFailedError, TokenStream, list_errors, sum_growth
-from benchmarks.local_cluster.cluster import BenchmarkCluster, ClusterError, make_manifest, run_cluster
+from benchmarks.local_cluster.client import TokenStream, sum_growth
+from benchmarks.local_cluster.cluster import BenchmarkCluster, make_manifest, run_cluster, run_to_status
 from benchmarks.local_cluster.figures import describe_machine
 from benchmarks.local_cluster.sized_models import MEDIUM, TINY, find_limit_tokens, make_models, use_model
 
@@ -159,10 +159,9 @@ class HandOffRun:
 
         Rounding depends on how many tokens of a prompt are computed at once.
         """
+        await self._client.generate(TokenStream(), prompt, LEAST_OUTPUT_TOKENS)
         stream = TokenStream()
-        for _ in range(2):
-            stream = TokenStream()
-            await self._client.generate(stream, prompt, LEAST_OUTPUT_TOKENS)
+        await self._client.generate(stream, prompt, LEAST_OUTPUT_TOKENS)
         return stream.token_ids
 
     async def _list_engines(self) -> list[str]:
@@ -296,14 +295,7 @@ def print_result(run: HandOffRun, machine: dict[str, str]) -> None:
 
 def main() -> int:
     """Runs the command line; returns the exit status."""
-    status = 0
-    try:
-        run_benchmark(parse_options())
-    except* (BackgroundError, ClusterError, StreamFailedError) as group:
-        for error in list_errors(group):
-            print(f"FAILED: {error}", file=sys.stderr)
-        status = 1
-    return status
+    return run_to_status(lambda: run_benchmark(parse_options()), BackgroundError)
 
 
 def run_benchmark(options: argparse.Namespace) -> None:

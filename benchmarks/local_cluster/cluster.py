@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import psutil
 import yaml
-from benchmarks.local_cluster.client import BenchmarkClient
+from benchmarks.local_cluster.client import BenchmarkClient, StreamFailedError, list_errors
 from examples import tiny_model
 
 from sluice.v1 import control_pb2
@@ -220,6 +220,27 @@ def run_cluster(
             yield BenchmarkCluster(directory, manifest, process)
         finally:
             _stop(process)
+
+
+def run_to_status(run: Callable[[], None], *failures: type[Exception]) -> int:
+    """Runs a benchmark; failures of the cluster, of a request, and of ``failures`` are printed without a traceback.
+
+    Args:
+        run: The benchmark.
+        failures: Further errors that say what is wrong by themselves.
+
+    Returns:
+        The exit status.
+    """
+    status = 0
+    known: tuple[type[Exception], ...] = (ClusterError, StreamFailedError, *failures)
+    try:
+        run()
+    except* known as group:
+        for error in list_errors(group):
+            print(f"FAILED: {error}", file=sys.stderr)
+        status = 1
+    return status
 
 
 def read_cpu_s(processes: Iterable[psutil.Process]) -> float:

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 from benchmarks.fidelity.recorded_runs import read_records
 from benchmarks.hand_off.hops import draw_prompt
-from benchmarks.local_cluster.client import StreamFailedError, TokenStream, list_errors
-from benchmarks.local_cluster.cluster import BenchmarkCluster, ClusterError, make_manifest, run_cluster
-from benchmarks.local_cluster.figures import describe_machine, format_table
+from benchmarks.local_cluster.client import TokenStream
+from benchmarks.local_cluster.cluster import BenchmarkCluster, make_manifest, run_cluster, run_to_status
+from benchmarks.local_cluster.figures import compute_percentile, describe_machine, format_table
 from benchmarks.local_cluster.sized_models import make_models, use_model
 
 from sluice_core.latency.measured_profiles import load_model_on_gpu
@@ -172,14 +172,13 @@ class ProfileRun:
         if len(found) < 2:
             print(f"  {cell}: only {len(found)} such iterations", flush=True)
             return
-        measured = sorted(iteration.measured_s for iteration in found)
-        tenths = statistics.quantiles(measured, n=10)
+        measured = [iteration.measured_s for iteration in found]
         self.findings.append(
             Finding(
                 cell=cell,
                 num_iterations=len(found),
                 measured_s=statistics.median(measured),
-                spread_s=(tenths[0], tenths[-1]),
+                spread_s=(compute_percentile(measured, 10), compute_percentile(measured, 90)),
                 profile_s=statistics.median(iteration.duration_s for iteration in found),
             )
         )
@@ -296,14 +295,7 @@ def run_benchmark(options: argparse.Namespace) -> None:
 
 def main() -> int:
     """Runs the command line; returns the exit status."""
-    status = 0
-    try:
-        run_benchmark(parse_options())
-    except* (ClusterError, StreamFailedError) as group:
-        for error in list_errors(group):
-            print(f"FAILED: {error}", file=sys.stderr)
-        status = 1
-    return status
+    return run_to_status(lambda: run_benchmark(parse_options()))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -170,7 +171,7 @@ class PagedCache:
         from vllm.vllm_flash_attn import flash_attn_varlen_func  # noqa: PLC0415
 
         device = "cuda"
-        starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32, device=device)
+        starts = torch.tensor([*accumulate(queries, initial=0)], dtype=torch.int32, device=device)
         used = torch.tensor(contexts, dtype=torch.int32, device=device)
         query = draw(sum(queries), num_heads, self._head_size)
         out = torch.empty_like(query)

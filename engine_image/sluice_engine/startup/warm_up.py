@@ -62,10 +62,10 @@ class WarmUp:
         try:
             await self._client.call_utility_async(UTILITY, [])
         except Exception as error:  # vLLM's client raises a plain one
-            plugins = os.environ.get("VLLM_PLUGINS")
+            plugins = os.environ.get("VLLM_PLUGINS", "not set")
             raise StartError(
                 "vLLM's EngineCore has not loaded the plugin sluice of the entry points vllm.general_plugins: is "
-                f"sluice-serve installed where the engine runs, and does VLLM_PLUGINS ({plugins or 'not set'}) leave "
+                f"sluice-serve installed where the engine runs, and does VLLM_PLUGINS ({plugins}) leave "
                 f"it out? vLLM says: {error}"
             ) from error
 
