@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 
 # Some for each engine: an iteration costs the same for several, so fewer would take longer.
-CONCURRENCY = 24
+CONCURRENCY = 48
 MAX_HOPS = 4
 MOST_ROUNDS = 8
 LOGPROB_TOLERANCE = 1e-4
