@@ -12,12 +12,16 @@ import os
 import resource
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
+from typing import TYPE_CHECKING
 
 from limited_runs import Counts, end_steps_with_this_process, run_limited, run_pytest, run_side_by_side
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -33,15 +37,15 @@ PACKAGES = (
 SEARCHING_TESTS = tuple(
     f"operator/tests/test_{name}.py" for name in ("autotune_decision", "autotune_search", "capacity_search")
 )
-# These wait for limits of time, so they run while the checks take both cores.
+# These wait for limits of time, so they come first, beside the checks, which take both cores.
 WAITING_TESTS = (".ci/tests",)
 # Unit tests start no engine. They run on all cores, since each test has its own ports and folders.
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
 # These start engines by the file, on two cores; each worker has ports of its own.
 ENGINE_TESTS = ("--numprocesses=2", "--dist=loadfile", "engine_image/tests")
-# These start clusters, each on ports of its own. Two run at a time, since a cluster often waits. Tests whose searches
-# have a limit of time run alone, since they need every core. The first test of each half waits for stock vLLM's answers
-# and for its cluster, which takes minutes where both halves do so at once.
+# These start clusters, each on ports of its own. Tests whose searches have a limit of time run alone, since they need
+# every core. The first test of each half waits for stock vLLM's answers and for its cluster, which takes minutes where
+# both halves do so at once.
 PATIENT = ("--timeout=900",)
 SHARED_CLUSTER_TESTS = ("e2e", "--clusters=shared", "-m", "not needs_all_cores", *PATIENT)
 OWN_CLUSTER_TESTS = ("e2e", "--clusters=own", "-m", "not needs_all_cores", *PATIENT)
@@ -147,37 +151,39 @@ def run_checks() -> Counts:
     return Counts(passed=sum(verdicts), failed=len(verdicts) - sum(verdicts))
 
 
-def run_tests(
-    arguments: list[str], *, limit_s: float, on_wheel: bool = False, output: IO[bytes] | None = None
-) -> Counts:
+def run_tests(name: str, arguments: Sequence[str], *, limit_s: float, on_wheel: bool = False) -> Counts:
     """Runs tests, of the checkout or of the wheel."""
     environment = {"PYTHONPATH": str(COMPILED)} if on_wheel else None
-    return run_pytest(
-        ["--durations=10", *arguments], limit_s=limit_s, folder=ROOT, environment=environment, output=output
-    )
+    arguments = ["--durations=10", *arguments]
+    return run_pytest(arguments, limit_s=limit_s, folder=ROOT, environment=environment, name=name)
 
 
-def run_checkout_tests(output: IO[bytes]) -> Counts:
-    """Runs the tests that need no wheel: it is built meanwhile."""
-    counts = run_tests([*WAITING_TESTS], limit_s=UNIT_TESTS_LIMIT_S, output=output)
-    counts.add(run_tests([*ON_ALL_CORES, *CHECKOUT_TESTS], limit_s=UNIT_TESTS_LIMIT_S, output=output))
-    return counts
+def run_all() -> Counts:
+    """Runs every check and every test, two steps at a time: where one waits, the other computes."""
+    wheel_is_built = threading.Event()
 
+    def build_and_check() -> Counts:
+        try:
+            return run_checks()
+        finally:
+            wheel_is_built.set()
 
-def run_cluster_tests() -> Counts:
-    """Runs tests on the shared cluster and of the docs beside those with clusters of their own; the lone ones alone."""
+    def run_on_wheel(name: str, arguments: Sequence[str], limit_s: float) -> Counts:
+        wheel_is_built.wait()
+        return run_tests(name, arguments, limit_s=limit_s, on_wheel=True)
 
-    def run(*parts: tuple[str, ...], output: IO[bytes] | None = None) -> Counts:
-        counts = Counts()
-        for arguments in parts:
-            counts.add(run_tests([*arguments], limit_s=ENGINE_TESTS_LIMIT_S, on_wheel=True, output=output))
-        return counts
-
+    unit, engines = UNIT_TESTS_LIMIT_S, ENGINE_TESTS_LIMIT_S
     counts = run_side_by_side(
-        lambda: run(SHARED_CLUSTER_TESTS, DOCS_TESTS),
-        lambda output: run(OWN_CLUSTER_TESTS, output=output),
+        build_and_check,
+        lambda: run_tests("tests of CI", WAITING_TESTS, limit_s=unit),
+        lambda: run_tests("unit tests that need no wheel", [*ON_ALL_CORES, *CHECKOUT_TESTS], limit_s=unit),
+        lambda: run_tests("tests of engines", ENGINE_TESTS, limit_s=engines),
+        lambda: run_on_wheel("unit tests on the wheel", [*ON_ALL_CORES, *WHEEL_TESTS], unit),
+        lambda: run_on_wheel("tests with clusters of their own", OWN_CLUSTER_TESTS, engines),
+        lambda: run_on_wheel("tests on a shared cluster", SHARED_CLUSTER_TESTS, engines),
+        lambda: run_on_wheel("tests of the docs", DOCS_TESTS, engines),
     )
-    counts.add(run(LONE_CLUSTER_TESTS))
+    counts.add(run_on_wheel("tests that need all cores", LONE_CLUSTER_TESTS, engines))
     return counts
 
 
@@ -189,12 +195,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.argv[1:]:
         counts = run_checks()
-        counts.add(run_tests(sys.argv[1:], limit_s=ENGINE_TESTS_LIMIT_S))
+        counts.add(run_tests("", sys.argv[1:], limit_s=ENGINE_TESTS_LIMIT_S))
     else:
-        counts = run_side_by_side(run_checks, run_checkout_tests)
-        counts.add(run_tests([*ON_ALL_CORES, *WHEEL_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
-        counts.add(run_tests([*ENGINE_TESTS], limit_s=ENGINE_TESTS_LIMIT_S))
-        counts.add(run_cluster_tests())
+        counts = run_all()
     counts.print_with_reasons()
     sys.exit(1 if counts.failed else 0)
 

@@ -13,7 +13,7 @@ import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -128,7 +128,7 @@ def run_pytest(
     limit_s: float,
     folder: Path,
     environment: dict[str, str] | None = None,
-    output: IO[bytes] | None = None,
+    name: str = "",
     python: str | Path = sys.executable,
 ) -> Counts:
     """Runs tests and shows their progress; at the limit it says which of them ran, and counts a failure.
@@ -138,40 +138,40 @@ def run_pytest(
         limit_s: Seconds.
         folder: Where it runs.
         environment: Further environment variables.
-        output: Where it prints; on standard output if None.
+        name: Where steps run side by side: what it prints appears at its end, under this name.
         python: The interpreter.
     """
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, (Path(scratch) / "output").open("w+b") as output:
         report, running = Path(scratch) / "report.xml", Path(scratch) / "running"
+        started_s = time.monotonic()
         status = run_limited(
             [python, "-m", "pytest", "-q", f"--junitxml={report}", *arguments],
             limit_s=limit_s,
             environment={**os.environ, **(environment or {}), RUNNING_TESTS: str(running)},
             cwd=folder,
-            stdout=output,
+            stdout=output if name else None,
         )
-        if status != 0 and running.is_file() and (tests := running.read_text()):
-            print(f"tests that had begun and not ended:\n{tests}", flush=True)
         counts = read_report(report)
+        text = ""
+        if name:
+            output.seek(0)
+            text = f"{output.read().decode(errors='replace')}ended   {name} ({time.monotonic() - started_s:.0f} s)\n"
+        if status != 0 and running.is_file() and (tests := running.read_text()):
+            text += f"tests that had begun and not ended:\n{tests}\n"
+        # One call, since the lines of other steps must not come between.
+        print(text, end="", flush=True)
     # A run that ends before it reports (an import error, a signal) has failed too, and so has one without a test.
     if status != 0 or not counts.passed:
         counts.failed = max(1, counts.failed)
     return counts
 
 
-def run_side_by_side(first: Callable[[], Counts], second: Callable[[IO[bytes]], Counts]) -> Counts:
-    """Runs two steps at a time, and adds their counts.
-
-    Args:
-        first: Prints as it goes.
-        second: Prints to the file that it is given, which is shown at the end.
-    """
-    with tempfile.TemporaryFile() as output, ThreadPoolExecutor(1) as thread:
-        other = thread.submit(second, output)
-        counts = first()
-        counts.add(other.result())
-        output.seek(0)
-        print(output.read().decode(errors="replace"), flush=True)
+def run_side_by_side(*steps: Callable[[], Counts]) -> Counts:
+    """Runs steps, two at a time, in their order, and adds their counts."""
+    counts = Counts()
+    with ThreadPoolExecutor(2) as threads:
+        for each in threads.map(lambda step: step(), steps):
+            counts.add(each)
     return counts
 
 

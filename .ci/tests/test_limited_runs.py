@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO
 
 import pytest
 from limited_runs import Counts, read_report, run_limited, run_side_by_side
@@ -31,7 +30,7 @@ for child in children:
 RUN_PYTEST = f"""
 from pathlib import Path
 import limited_runs
-counts = limited_runs.run_pytest({OPTIONS!r} + ["--rootdir=.", "."], limit_s=LIMIT_S, folder=Path())
+counts = limited_runs.run_pytest({OPTIONS!r} + ["--rootdir=.", "."], limit_s=LIMIT_S, folder=Path(), name="NAME")
 counts.print_with_reasons()
 """
 HANG = """
@@ -88,9 +87,9 @@ def test_a_step_within_its_limit_keeps_its_exit_status() -> None:
     assert run_limited(command, limit_s=600, environment=dict(os.environ)) == 7
 
 
-def run(folder: Path, tests: str, limit_s: float) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, tests: str, limit_s: float, name: str = "") -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text(tests)
-    program = RUN_PYTEST.replace("LIMIT_S", str(limit_s))
+    program = RUN_PYTEST.replace("LIMIT_S", str(limit_s)).replace("NAME", name)
     return subprocess.run(
         [sys.executable, "-c", program], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
@@ -141,18 +140,27 @@ def test_an_expected_skip_is_counted_with_its_reason(tmp_path: Path) -> None:
     assert [skip.rpartition(": ")[2] for skip in read_report(report).skips] == ["this machine has RDMA devices"]
 
 
-def test_two_steps_run_at_the_same_time_and_both_count(capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_steps_run_at_a_time_and_all_count() -> None:
     both_run = threading.Barrier(2, timeout=10)
+    running, most = [], []
 
-    def run_first() -> Counts:
+    def run_step(counts: Counts) -> Counts:
+        running.append(counts)
+        most.append(len(running))
         both_run.wait()
-        print("first", flush=True)
-        return Counts(passed=2, failed=1)
+        running.remove(counts)
+        return counts
 
-    def run_second(output: IO[bytes]) -> Counts:
-        output.write(b"second")
-        both_run.wait()
-        return Counts(passed=3, skips=["why"])
+    steps = Counts(passed=2, failed=1), Counts(passed=3, skips=["why"]), Counts(passed=1), Counts(failures=["a"])
+    total = run_side_by_side(*(lambda each=each: run_step(each) for each in steps))
+    assert total == Counts(passed=6, failed=1, skips=["why"], failures=["a"])
+    assert max(most) == 2
 
-    assert run_side_by_side(run_first, run_second) == Counts(passed=5, failed=1, skips=["why"])
-    assert capfd.readouterr().out == "first\nsecond\n"
+
+def test_a_step_among_others_prints_all_at_its_end_under_its_name(tmp_path: Path) -> None:
+    done = run(tmp_path, "def test_passing():\n    pass", 600, name="the step")
+    assert re.search(
+        r"^\..*\n1 passed in .*\nended   the step \(\d+ s\)\n1 passed, 0 failed, 0 skipped\n$", done.stdout
+    )
+    failed = run(tmp_path, "def test_failing():\n    assert False", 600, name="the step")
+    assert "1 failed in" in failed.stdout.partition("ended   the step")[0]
