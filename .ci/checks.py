@@ -12,7 +12,6 @@ import os
 import resource
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -151,39 +150,44 @@ def run_checks() -> Counts:
     return Counts(passed=sum(verdicts), failed=len(verdicts) - sum(verdicts))
 
 
-def run_tests(name: str, arguments: Sequence[str], *, limit_s: float, on_wheel: bool = False) -> Counts:
-    """Runs tests, of the checkout or of the wheel."""
+def run_tests(arguments: Sequence[str], *, limit_s: float, on_wheel: bool = False, name: str = "") -> Counts:
+    """Runs tests, of the checkout or of the wheel; ``name`` as in ``run_pytest``."""
     environment = {"PYTHONPATH": str(COMPILED)} if on_wheel else None
     arguments = ["--durations=10", *arguments]
     return run_pytest(arguments, limit_s=limit_s, folder=ROOT, environment=environment, name=name)
 
 
-def run_all() -> Counts:
-    """Runs every check and every test, two steps at a time: where one waits, the other computes."""
-    wheel_is_built = threading.Event()
+def run_cluster_tests() -> Counts:
+    """Runs tests on clusters and of the docs, two steps at a time, since clusters often wait; then the lone ones."""
 
-    def build_and_check() -> Counts:
-        try:
-            return run_checks()
-        finally:
-            wheel_is_built.set()
+    def run(name: str, arguments: Sequence[str]) -> Counts:
+        return run_tests(arguments, limit_s=ENGINE_TESTS_LIMIT_S, on_wheel=True, name=name)
 
-    def run_on_wheel(name: str, arguments: Sequence[str], limit_s: float) -> Counts:
-        wheel_is_built.wait()
-        return run_tests(name, arguments, limit_s=limit_s, on_wheel=True)
-
-    unit, engines = UNIT_TESTS_LIMIT_S, ENGINE_TESTS_LIMIT_S
     counts = run_side_by_side(
-        build_and_check,
-        lambda: run_tests("tests of CI", WAITING_TESTS, limit_s=unit),
-        lambda: run_tests("unit tests that need no wheel", [*ON_ALL_CORES, *CHECKOUT_TESTS], limit_s=unit),
-        lambda: run_tests("tests of engines", ENGINE_TESTS, limit_s=engines),
-        lambda: run_on_wheel("unit tests on the wheel", [*ON_ALL_CORES, *WHEEL_TESTS], unit),
-        lambda: run_on_wheel("tests with clusters of their own", OWN_CLUSTER_TESTS, engines),
-        lambda: run_on_wheel("tests on a shared cluster", SHARED_CLUSTER_TESTS, engines),
-        lambda: run_on_wheel("tests of the docs", DOCS_TESTS, engines),
+        lambda: run("tests on a shared cluster", SHARED_CLUSTER_TESTS),
+        lambda: run("tests with clusters of their own", OWN_CLUSTER_TESTS),
+        lambda: run("tests of the docs", DOCS_TESTS),
     )
-    counts.add(run_on_wheel("tests that need all cores", LONE_CLUSTER_TESTS, engines))
+    counts.add(run("", LONE_CLUSTER_TESTS))
+    return counts
+
+
+def run_all() -> Counts:
+    """Runs every check and every test.
+
+    Unit tests and tests of engines take both cores by themselves: one after the other, they end no later.
+    """
+    counts = run_side_by_side(
+        run_checks,
+        lambda: run_tests(WAITING_TESTS, limit_s=UNIT_TESTS_LIMIT_S, name="tests of CI"),
+        # The wheel is built meanwhile.
+        lambda: run_tests(
+            [*ON_ALL_CORES, *CHECKOUT_TESTS], limit_s=UNIT_TESTS_LIMIT_S, name="unit tests that need no wheel"
+        ),
+    )
+    counts.add(run_tests([*ON_ALL_CORES, *WHEEL_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
+    counts.add(run_tests(ENGINE_TESTS, limit_s=ENGINE_TESTS_LIMIT_S))
+    counts.add(run_cluster_tests())
     return counts
 
 
@@ -195,7 +199,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.argv[1:]:
         counts = run_checks()
-        counts.add(run_tests("", sys.argv[1:], limit_s=ENGINE_TESTS_LIMIT_S))
+        counts.add(run_tests(sys.argv[1:], limit_s=ENGINE_TESTS_LIMIT_S))
     else:
         counts = run_all()
     counts.print_with_reasons()
