@@ -301,6 +301,14 @@ def test_the_pair_is_turned_where_that_is_sooner():
     assert place(make_table(make_busy(9000), make_load()), bound).engine_id == "e0"
 
 
+@pytest.mark.parametrize(("token", "engine"), [(1100, "e1"), (1900, "e0")])
+def test_a_fixed_cut_gives_the_longer_part_to_the_engine_with_less_to_do(token, engine):
+    fixed = SplitPlacement(StrategyParameters(), random.Random(1), fixed_token=token)
+    fixed.lengths = KnownLengths({RequestId("r"): 1000})
+    decision = place(make_table(make_load(), make_busy(3000)), fixed)
+    assert (decision.route[0].engine_id, decision.route[0].end_token) == (engine, token)
+
+
 def test_a_part_that_is_too_short_is_left_to_the_other_engine():
     table = make_table(make_load(), make_busy(100))
     decision = place(table, limit=LEAST_PART_TOKENS)

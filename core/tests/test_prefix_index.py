@@ -41,6 +41,7 @@ def test_blocks_come_and_go_with_their_engine():
     index.forget(A)
     assert index.match([1, 2, 3], 1) == {B: 1}
     assert (A in index, B in index, index.count_blocks(A)) == (False, True, 0)
+    assert [block for block in range(5) if index.holds(block)] == [1]
 
 
 def test_a_prompt_without_full_blocks_is_nowhere():

@@ -51,7 +51,7 @@ class DecodePacking:
             The target; None: it stays where it is.
         """
         source = engines.peek(request.source)
-        if source is None or self._share <= 0.0 or request.tpot_slo_s == math.inf:
+        if source is None or request.tpot_slo_s == math.inf:
             return None
         tokens = round(self._prompt_tokens)
         prompt = IterationShape(prefill_tokens=tokens, attention_work=tokens * tokens / 2, num_chunks=min(1, tokens))
