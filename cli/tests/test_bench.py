@@ -100,6 +100,16 @@ def test_a_comparison_goes_on_where_it_stopped_and_refuses_figures_of_another_on
     assert "figures of another cell one" in " ".join(changed.output.split())
 
 
+def test_a_setting_is_added_to_what_every_cell_sets(trace: Path, tmp_path: Path) -> None:
+    cells, kept = write_cells(tmp_path / "cells.toml", trace), tmp_path / "figures.json"
+    only_one = ("--cells", str(cells), "--only", "one", "--strategy", "aggregated", "--results", str(kept), *QUICK)
+    done = run(*only_one, "--set", "early_rejection=Reject")
+    assert done.exit_code == 0, done.output
+    flags = json.loads(kept.read_text())["cells"]["one"]["cell"]["flags"]
+    assert flags["changes"] == ["routers=2", "early_rejection=Reject"]
+    assert "figures of another cell one" in " ".join(run(*only_one).output.split())
+
+
 def test_a_strategy_that_meets_the_objectives_at_no_rate_counts_as_nothing(trace: Path, tmp_path: Path) -> None:
     impossible = (*CLUSTER[:-4], "--ttft-ms", "1", "--tpot-ms", "80", *QUICK, "--trace", str(trace))
     done = run(*impossible, "--strategy", "aggregated", "--results", str(tmp_path / "figures.json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,11 @@ def bench() -> None:
 @tpot_option
 @target_option
 @click.option(
-    "--set", "changes", multiple=True, metavar="NAME=VALUE", help="A parameter of all strategies, as for simulate."
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A parameter of all strategies, as for simulate; after what a cell sets.",
 )
 @click.option(
     "--cells",
@@ -139,9 +144,9 @@ def _choose_cells(
 ) -> list[StrategyCell]:
     """Chooses the cells: the user's own, or pinned ones."""
     if trace is None:
-        if manifest is not None or flags != PlanFlags():
-            raise click.UsageError("a manifest, objectives, engines and --set need --trace: cells have their own")
-        return load_cells(cells, only)
+        if manifest is not None or replace(flags, changes=()) != PlanFlags():
+            raise click.UsageError("a manifest, objectives and engines need --trace: cells have their own")
+        return [cell.change(flags.changes) for cell in load_cells(cells, only)]
     if only:
         raise click.UsageError("--only chooses among pinned cells; --trace has no others")
     cluster = None if manifest is None else parse_manifest(manifest.read_text())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sluice_cli.simulation.plan_inputs import PlanFlags
@@ -51,6 +51,10 @@ class StrategyCell:
         flags = {name: value for name, value in asdict(self.flags).items() if value not in (None, ())}
         manifest = self.manifest and self.manifest.model_dump(mode="json", exclude_defaults=True)["spec"]
         return {"trace": self.trace.name, "flags": flags, "manifest": manifest}
+
+    def change(self, changes: tuple[str, ...]) -> StrategyCell:
+        """Returns the same cell with further settings, as ``NAME=VALUE``; the last one of a name counts."""
+        return replace(self, flags=replace(self.flags, changes=(*self.flags.changes, *changes)))
 
 
 def load_cells(path: Path, only: Sequence[str]) -> list[StrategyCell]:
