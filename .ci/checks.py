@@ -42,14 +42,14 @@ WAITING_TESTS = (".ci/tests",)
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
 # These start engines by the file, on two cores; each worker has ports of its own.
 ENGINE_TESTS = ("--numprocesses=2", "--dist=loadfile", "engine_image/tests")
-# These start clusters, each on ports of its own. Tests whose searches have a limit of time run alone, since they need
-# every core. The first test of each half waits for stock vLLM's answers and for its cluster, which takes minutes where
-# both halves do so at once.
+# These start clusters, each on ports of its own. Searches have a limit of time, so they come last, beside the docs. The
+# first test of each half waits for stock vLLM's answers and for its cluster, which takes minutes where both halves do so
+# at once.
 PATIENT = ("--timeout=900",)
-SHARED_CLUSTER_TESTS = ("e2e", "--clusters=shared", "-m", "not needs_all_cores", *PATIENT)
-OWN_CLUSTER_TESTS = ("e2e", "--clusters=own", "-m", "not needs_all_cores", *PATIENT)
+SHARED_CLUSTER_TESTS = ("e2e", "--clusters=shared", "-m", "not searches", *PATIENT)
+OWN_CLUSTER_TESTS = ("e2e", "--clusters=own", "-m", "not searches", *PATIENT)
 DOCS_TESTS = ("docs/tests", *PATIENT)
-LONE_CLUSTER_TESTS = ("e2e", "-m", "needs_all_cores", *PATIENT)
+SEARCHING_CLUSTER_TESTS = ("e2e", "-m", "searches", *PATIENT)
 # Limits of steps, several times what they take on two quiet cores.
 CHECK_LIMIT_S = 900.0
 UNIT_TESTS_LIMIT_S = 1200.0
@@ -158,18 +158,17 @@ def run_tests(arguments: Sequence[str], *, limit_s: float, on_wheel: bool = Fals
 
 
 def run_cluster_tests() -> Counts:
-    """Runs tests on clusters and of the docs, two steps at a time, since clusters often wait; then the lone ones."""
+    """Runs tests on clusters and of the docs, two steps at a time, since clusters often wait."""
 
     def run(name: str, arguments: Sequence[str]) -> Counts:
         return run_tests(arguments, limit_s=ENGINE_TESTS_LIMIT_S, on_wheel=True, name=name)
 
-    counts = run_side_by_side(
+    return run_side_by_side(
         lambda: run("tests on a shared cluster", SHARED_CLUSTER_TESTS),
         lambda: run("tests with clusters of their own", OWN_CLUSTER_TESTS),
         lambda: run("tests of the docs", DOCS_TESTS),
+        lambda: run("tests with searches", SEARCHING_CLUSTER_TESTS),
     )
-    counts.add(run("", LONE_CLUSTER_TESTS))
-    return counts
 
 
 def run_all() -> Counts:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from cluster import Cluster
 
-pytestmark = [pytest.mark.engine, pytest.mark.needs_all_cores]
+pytestmark = [pytest.mark.engine, pytest.mark.searches]
 
 PORTS = "26711-26899"
 HTTP_PORT = 26710
@@ -31,7 +31,7 @@ LOOSE = {"ttftMilliseconds": 1000, "tpotMilliseconds": 200}
 TIGHT = {"ttftMilliseconds": 2000, "tpotMilliseconds": 50}
 LARGE_TOKENS, SMALL_TOKENS = 512, 256
 # A search shares two cores with everything else. On a quiet machine, each step takes 10 to 30 s.
-STEP_S = 180.0
+STEP_S = 240.0
 
 
 def make_manifest(example: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import pytest
 
 from sluice_core.latency.interface import UnknownModelError
 from sluice_core.latency.iteration_time import TABLE_STEP_TOKENS
+from sluice_core.latency.kernel_fits import Kernels
 from sluice_core.latency.known_gpus import GPUS
 from sluice_core.latency.known_models import MODELS
 from sluice_core.latency.measured_profiles import Assumptions, ProfileKind, load_model_on_gpu
@@ -294,6 +295,7 @@ def test_a_config_json_works_as_a_model(tmp_path):
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ({"torch_dtype": "float32"}, "float32"),
+        ({"torch_dtype": None, "dtype": "float32"}, "float32"),
         ({"use_sliding_window": True}, "sliding window"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
@@ -329,3 +331,43 @@ def test_heads_that_were_not_measured_have_plausible_attention(heads, kv_heads, 
     )
     # The fit errs by some 10 % around times that are never faster than the memory.
     assert 0.55 * bytes_per_s < contexts * found.kv_bytes_per_token / attention_s < 1.15 * bytes_per_s
+
+
+def make_kernels(prefill_ns):
+    """Tables with nothing but prefill attention of five lengths."""
+    return Kernels(
+        memory_bytes=1,
+        memory_bytes_per_s=1.0,
+        gemm_tokens=[],
+        gemm_outputs=[],
+        gemm_inputs=[],
+        gemm_ns=[],
+        prefill_tokens=[1000, 2000, 3000, 4000, 5000],
+        prefill_ns=prefill_ns,
+        decode_batches=[],
+        decode_ns={},
+        reduce_sizes=[],
+        reduce_ns={},
+    )
+
+
+def test_what_was_measured_at_one_neighbour_alone_counts_where_the_heads_are_its_own():
+    measured, nothing = [1e3, 2e3, 3e3, 4e3, 5e3], [None] * 5
+    alone = make_kernels({(128, 8, 1): measured, (128, 8, 2): measured}).fit_prefill_attention(128, 8, 1)
+    assert alone.coefficients == pytest.approx((0.0, 1e-9, 0.0), abs=1e-15)
+    for kv_heads, tables in ((1, (measured, nothing)), (2, (nothing, measured))):
+        kernels = make_kernels({(128, 8, 1): tables[0], (128, 8, 2): tables[1]})
+        assert kernels.fit_prefill_attention(128, 8, kv_heads) == alone
+
+
+def test_a_length_that_one_neighbour_lacks_is_left_out_between_them():
+    few, many = [None, 2e3, 3e3, 4e3, 5e3], [7e3, 4e3, 6e3, 8e3, None]
+    kernels = make_kernels({(128, heads, kv): row for heads, row in ((8, few), (16, many)) for kv in (1, 2)})
+    for heads, per_token_s in ((8, 1e-9), (12, 1.5e-9)):
+        fit = kernels.fit_prefill_attention(128, heads, 1)
+        assert fit.coefficients == pytest.approx((0.0, per_token_s, 0.0), abs=1e-15)
+
+
+def test_tied_embeddings_count_once():
+    tied, apart = (read_architecture(QWEN_14B | {"tie_word_embeddings": is_tied}) for is_tied in (True, False))
+    assert apart.count_parameters() - tied.count_parameters() == 152064 * 5120

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,8 @@ def start_engine(tiny_model: Path) -> Iterator[Callable[..., Engine]]:
         return engine
 
     yield start
-    for engine in engines:
-        engine.close()
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(harness.Engine.close, engines))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""EngineCore processes for tests, forked from a server that has imported vLLM and has no threads.
+"""Processes for tests, forked from a server that has imported vLLM and has no threads: EngineCores and whole engines.
 
 A child forked from the test process itself may hang or crash: a thread that it does not have may have held a lock.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import runpy
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "sluice_engine.plugin"])
+SERVER.set_forkserver_preload(
+    ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "sluice_engine.plugin", "sluice_engine.lifecycle"]
+)
 
 
 def run_core(
@@ -28,6 +32,16 @@ def run_core(
         module, _, attribute = path.rpartition(".")
         setattr(importlib.import_module(module), attribute, value)
     target(**kwargs)
+
+
+def run_program(module: str, arguments: list[str], environment: Mapping[str, str], log: str) -> None:
+    """Runs a module as a program in this process, as the launcher's fork server does."""
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Engines as users start them (``python -m sluice_engine``), and a router's end of their streams, for tests."""
+"""Whole engines (``python -m sluice_engine``), and a router's end of their streams, for tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import contextlib
 import itertools
 import json
 import os
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import harness_faults
 import psutil
+from core_processes import SERVER, run_program
 from engine_ports import PORTS
 
 from sluice.v1 import engine_pb2 as wire
@@ -44,13 +43,12 @@ class EngineProcess:
         self.engine_id = engine_id
         self.port, self.metrics_port, self.kv_port = (next(PORTS) for _ in range(3))
         self.log = log
-        command = [sys.executable, "-m", "sluice_engine", "--engine-id", engine_id, "--host", "127.0.0.1"]
+        command = ["--engine-id", engine_id, "--host", "127.0.0.1"]
         command += ["--port", str(self.port), "--metrics-port", str(self.metrics_port)]
         command += ["--kv-host", "127.0.0.1", "--kv-port", str(self.kv_port), "--model", str(model)]
         command += ["--max-batch-tokens", "512", "--max-num-seqs", "64", *arguments]
-        environment = {**os.environ, "UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo"}
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        self.process = SERVER.Process(target=run_program, args=("sluice_engine", command, dict(os.environ), str(log)))
+        self.process.start()
 
     @property
     def address(self) -> str:
@@ -59,7 +57,7 @@ class EngineProcess:
     def wait_ready(self) -> EngineProcess:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while self.get("/readyz") != 200:
-            if self.process.poll() is not None or time.monotonic() > deadline_s:
+            if self.process.exitcode is not None or time.monotonic() > deadline_s:
                 raise AssertionError(f"{self.engine_id} did not start:\n{self.log.read_text()[-4000:]}")
             time.sleep(0.1)
         return self
@@ -86,10 +84,14 @@ class EngineProcess:
         [core] = psutil.Process(self.process.pid).children()
         return core
 
+    def wait_end(self) -> int | None:
+        """Waits until it has ended; returns its exit status, None where it goes on."""
+        self.process.join(10)
+        return self.process.exitcode
+
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(10)
+        self.process.kill()
+        self.process.join(10)
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -248,7 +247,7 @@ async def test_a_dead_engine_core_takes_the_engine_along_at_once(right):
         right.core().kill()
         await router.until(lambda: router.has_ended)
         assert "EngineDeadError" in router.messages[-1].fault
-    assert await asyncio.to_thread(right.process.wait, 10) == 5
+    assert await asyncio.to_thread(right.wait_end) == 5
 
 
 async def test_a_restarted_engine_has_another_epoch_and_a_killed_one_leaves_nothing(engines, tiny_model, tmp_path):
@@ -262,8 +261,7 @@ async def test_a_restarted_engine_has_another_epoch_and_a_killed_one_leaves_noth
             assert len(await router.run(PROMPT)) == 16
     assert len(set(with_epoch)) == 2
     core = engine.core()
-    engine.process.send_signal(signal.SIGKILL)
-    engine.process.wait(10)
+    engine.close()
     await asyncio.to_thread(psutil.wait_procs, [core], 5)
     assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE
 
@@ -273,7 +271,7 @@ async def test_sigterm_drains(left):
         slot = await router.submit(PROMPT, {"max_tokens": 600})
         await router.tokens(slot, 2)
         core = left.core()
-        left.process.send_signal(signal.SIGTERM)
+        left.process.terminate()
         await router.until(lambda: router.newest("load").is_draining)
         assert await asyncio.to_thread(left.get, "/readyz") == 503
         new = await router.submit(list(range(900, 1000)))
@@ -282,5 +280,5 @@ async def test_sigterm_drains(left):
         await router.finished(slot)
         assert len(router.answers[slot].tokens) == 600
         await router.until(lambda: router.has_ended)
-    assert await asyncio.to_thread(left.process.wait, 10) == 0
+    assert await asyncio.to_thread(left.wait_end) == 0
     assert not core.is_running()
