@@ -43,7 +43,7 @@ ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
 # These start engines by the file, on two cores; each worker has ports of its own.
 ENGINE_TESTS = ("--numprocesses=2", "--dist=loadfile", "engine_image/tests")
 # These start clusters, each on ports of its own. Searches have a limit of time, so they come last, beside the docs.
-# The first test of each half waits for stock vLLM's answers and for its cluster: minutes where both halves do so at once.
+# The first test of each half waits for stock vLLM's answers and for its cluster, minutes where both halves do so.
 PATIENT = ("--timeout=900",)
 SHARED_CLUSTER_TESTS = ("e2e", "--clusters=shared", "-m", "not searches", *PATIENT)
 OWN_CLUSTER_TESTS = ("e2e", "--clusters=own", "-m", "not searches", *PATIENT)
