@@ -274,7 +274,6 @@ class SimEngine(MovingRequests):
             if request.state is RequestState.DECODING:
                 request.last_token_s = now
                 self.joined.append(request)
-        self._prefilled_alone = []
 
     def _start_without_lookahead(self, now: float) -> float:
         """Schedule an iteration of which nothing could be scheduled ahead, for want of blocks."""
