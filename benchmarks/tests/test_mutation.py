@@ -96,6 +96,26 @@ def test_hold():
 async def test_count():
     assert [number async for number in count(3)] == [0, 1, 2]
 """
+# The quick cases look at nothing, and take longer than the budget all in all.
+MANY_CASES = """
+import time
+
+import pytest
+
+from toy.room import Room
+
+
+@pytest.mark.parametrize("case", range(300))
+def test_quick(case):
+    Room(case).is_full
+
+
+def test_slow():
+    end_s = time.process_time() + 0.05
+    while time.process_time() < end_s:
+        pass
+    assert (Room(0).is_full, Room(1).is_full) == (True, False)
+"""
 FUNCTIONS = ("Room.is_full", "Room.wait", "hold", "count")
 WITHOUT_CLEAR = TESTS.replace("    assert held == []\n", "")
 LISTED = """
@@ -192,6 +212,12 @@ def test_one_module_is_tested_alone(toy: Path, capfd: pytest.CaptureFixture[str]
     row = read_row(capfd.readouterr().out)
     assert (row["noticed"], row["unnoticed"]) == ("2", "0")
     assert int(row["open"]) == int(row["mutants"]) - 2
+
+
+def test_many_cases_of_one_test_leave_time_for_another(toy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (toy / "tests/test_room.py").write_text(MANY_CASES)
+    assert mutate(toy, "--function", "is_full", "--budget", "0.1") == 0
+    assert read_row(capfd.readouterr().out)["unnoticed"] == "0"
 
 
 def test_messages_are_no_decisions(toy: Path) -> None:
