@@ -97,6 +97,18 @@ def test_prefills_fill_an_iteration_up_to_the_target(target_s, slo_s, limit_s):
     assert take_s(int(1.05 * tokens)) > limit_s
 
 
+def test_decodes_that_join_take_time_as_those_that_run():
+    policy, decodes = make_policy()
+    join(decodes)
+    budgets = [
+        policy.limits(
+            NOW, make_batch(num_decodes=20 - num_joining, num_joining=num_joining, decode_context_tokens=20_000)
+        ).prefill_budget_tokens
+        for num_joining in (0, 10)
+    ]
+    assert budgets[0] == budgets[1] < 2028
+
+
 def test_a_slower_engine_gets_smaller_iterations():
     policy, decodes = make_policy()
     join(decodes)

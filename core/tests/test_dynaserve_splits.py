@@ -257,6 +257,18 @@ def test_fewer_decodes_than_were_expected_have_less_left():
     assert [whole.decode_s, one.decode_s] == [pytest.approx(400 * per_token_s[0]), pytest.approx(100 * per_token_s[1])]
 
 
+def test_a_further_decode_costs_what_it_does_beside_all_that_will_be_there():
+    """Iterations do not get slower by the same for each decode."""
+    table = EngineTable(lambda _: A100)
+    table.add(EngineId("e0"), EngineConfig(16, 196_608, 512, 2048), role=Role.PREFILL_HEAVY, chunk_size_tokens=2048)
+    table.report(EngineId("e0"), make_load(running_decodes=100), NOW)
+    predictor, state = ExecutionPredictor(20), table[EngineId("e0")]
+    for number in range(60):
+        predictor.commit(RequestId(str(number)), state, starts_at_s=NOW + 9.0, prefill_s=0.0, decode_tokens=10)
+    least_s, more_s = (A100.estimate_shape_s(IterationShape(num_decodes=number)) for number in (160, 168))
+    assert read(predictor, table, NOW).per_decode_s == pytest.approx((more_s - least_s) / 8)
+
+
 # --- the pair ------------------------------------------------------------------------------------------------------
 
 

@@ -129,6 +129,13 @@ def test_outputs_count_as_prompts_do():
     assert (owners.count("a"), owners.count("b")) in {(2, 7), (3, 6)}
 
 
+def test_an_output_counts_less_the_more_weight_its_owner_has():
+    share = FairShare()
+    share.charge("a", 600, 3)
+    share.charge("b", 300, 1)
+    assert (share.start_of("a"), share.start_of("b")) == (200.0, 300.0)
+
+
 def test_what_is_kept_of_owners_is_bounded():
     share = FairShare()
     for number in range(5000):

@@ -426,6 +426,8 @@ def test_decodes_gather_on_the_fullest_engine_that_keeps_their_objective():
     assert target(loads(), prompt_tokens=2000) is None  # 0.24 s: less than four gaps
     assert target(loads(), prompt_tokens=2000, pack_prompt_share=3.0) == "e2"
     assert target(loads(third=900), source="e2") == "e1"  # its own engine is too full
+    without_it_s = A100.estimate_shape_s(IterationShape(num_decodes=51, decode_context_tokens=50_000))
+    assert target(loads(), tpot_slo_s=without_it_s / 0.7) == "e1"  # too slow with the 1600 tokens of its KV
 
 
 def test_drains_move_wherever_there_is_room():
