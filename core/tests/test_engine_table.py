@@ -135,12 +135,6 @@ def test_work_begins_now_on_an_engine_that_was_free_long_ago(table):
     assert table[A].free_at_s == pytest.approx(100.5)
 
 
-def test_recoveries_save_up_no_share_of_an_engine_that_had_none(table):
-    for now, free_at_s in ((100.0, 101.0), (100.5, 102.0), (300.0, 301.0)):
-        table.record_placement(A, RequestId(f"r{now}"), now, tokens=160, kv_tokens=160, execute_s=0.5, is_recovery=True)
-        assert table[A].recovery_free_at_s == pytest.approx(free_at_s)
-
-
 def test_a_grant_does_not_change_when_the_queue_is_empty(table):
     place(table, A, "r1", now=100.0)
     place(table, A, "r2", now=100.1)
