@@ -354,5 +354,5 @@ async def test_a_drain_ends_with_the_engine_core(monkeypatch: pytest.MonkeyPatch
     pump: Any = asyncio.get_running_loop().create_future()
     monkeypatch.setattr(lifecycle, "DRAIN_POLL_S", 0.0)
     await lifecycle.wait_for_drain(Server(), {pump}, 600.0)  # type: ignore[arg-type]
-    assert len(looks) == 1
     assert pump.exception() is not None
+    assert len(looks) == 1
