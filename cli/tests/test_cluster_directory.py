@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 import trustme
 from certificate_files import make_files, mount_secret
@@ -261,6 +262,7 @@ def test_down_waits_for_the_drain_or_sends_a_second_signal_and_kills_what_is_lef
     lines: list[str] = []
     stop_cluster(directory, is_hurried=is_hurried, report=lines.append)
     assert end.read_text() == ("2" if is_hurried else "1")
+    assert not psutil.pid_exists(left.pid)
     assert left.wait() in (-signal.SIGKILL, 0)
     assert lines == ["stopping a", f"engine-0 still runs (process {left.pid}); it is killed", "a has stopped"]
     lines.clear()
@@ -301,5 +303,6 @@ def test_a_launcher_kills_what_an_earlier_one_left_behind(
     )
     lines: list[str] = []
     kill_leftovers(directory, lines.append)
+    assert not psutil.pid_exists(left.pid)
     assert lines == [f"engine-0 of an earlier launcher still runs (process {left.pid}); it is killed"]
     assert left.wait() in (-signal.SIGKILL, 0)

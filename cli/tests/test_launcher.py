@@ -72,6 +72,17 @@ def test_ports_are_claimed_until_they_are_released(tmp_path: Path) -> None:
     assert len({other.make_further_router(tmp_path).http_port for _ in range(4)}) == 4
 
 
+def test_a_worker_that_ends_leaves_the_ports_that_others_share_with_it(tmp_path: Path) -> None:
+    endpoints, other = make_endpoints(tmp_path), make_endpoints(tmp_path)
+    first = endpoints.make_first_router(PORT, tmp_path, shares_ports=True)
+    worker = endpoints.make_worker(first)
+    endpoints.release(worker, [first])
+    with pytest.raises(PortError, match=f"port {PORT} "):
+        other.check_http_port(PORT)
+    endpoints.release(first)
+    other.check_http_port(PORT)
+
+
 def test_options_of_a_launcher_in_the_background_are_those_that_were_given(tmp_path: Path) -> None:
     manifest = tmp_path / "m.yaml"
     manifest.write_text("")

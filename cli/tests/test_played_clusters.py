@@ -301,5 +301,52 @@ def test_an_engine_that_fails_during_the_stop_makes_no_new_plan(
     assert generations == [generations[0]] * 3
 
 
+def test_nothing_is_settled_while_a_router_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts: list[bool] = []
+
+    async def fall_silent(play: Play) -> None:
+        await play.until(lambda: play.is_settled(3, 2))
+        await play.pass_time(1.0)
+        verdicts.append(play.cluster._is_settled())
+        play.links["router-1"].status = None
+        verdicts.append(play.cluster._is_settled())
+
+    text = MANIFEST.replace("router: {replicas: 1", "router: {replicas: 2")
+    Play(tmp_path, text, CLUSTER_PORTS, monkeypatch, None).tell(fall_silent)
+    assert verdicts == [True, False]
+
+
+def test_workers_of_the_first_replica_move_to_its_new_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls: list[set[str]] = []
+
+    async def move(play: Play) -> None:
+        for port in (PORT, OTHER_PORT):
+            play.edit(f"port: {PORT}", f"port: {port}")
+            await play.pass_time(30.0)
+            assert play.is_settled(3, 2)
+            urls.append({router.url for router in play.cluster.status().routers})
+
+    text = MANIFEST.replace("router: {replicas: 1", "router: {replicas: 1, workers: 2")
+    Play(tmp_path, text, CLUSTER_PORTS, monkeypatch, None).tell(move)
+    assert urls == [{f"http://127.0.0.1:{port}"} for port in (PORT, OTHER_PORT)]
+
+
+def test_a_router_that_gets_a_second_worker_starts_again_to_share_its_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: list[int | None] = []
+
+    async def add_a_worker(play: Play) -> None:
+        await start(play)
+        pids.append(play.cluster.status().routers[0].pid)
+        play.edit("router: {replicas: 1", "router: {replicas: 1, workers: 2")
+        await play.until(lambda: play.is_settled(3, 2))
+        await play.pass_time(30.0)
+        pids.extend(router.pid for router in play.cluster.status().routers)
+
+    Play(tmp_path, MANIFEST, CLUSTER_PORTS, monkeypatch, None).tell(add_a_worker)
+    assert len(set(pids)) == 3
+
+
 def test_every_story_is_played() -> None:
     assert {file.stem for file in STORIES.iterdir()} == set(PLAYS)

@@ -187,6 +187,14 @@ def test_equal_chunk_sizes_are_uniform_whatever_the_roles(table):
     assert {get_queue_rank(entry)[1] for entry in table.order} == {0}
 
 
+def test_an_engine_that_is_gone_does_not_keep_roles_alive(table):
+    assert not table.has_uniform_chunk_size
+    table.remove(B)
+    assert table.has_uniform_chunk_size
+    table.add(B, SPEC, role=Role.DECODE_HEAVY, chunk_size_tokens=256)
+    assert not table.has_uniform_chunk_size
+
+
 def test_a_draining_engine_does_not_keep_roles_alive(table):
     table.configure(B, role=Role.DECODE_HEAVY, chunk_size_tokens=256, is_draining=True)
     assert table.has_uniform_chunk_size

@@ -143,6 +143,14 @@ def test_what_is_kept_of_owners_is_bounded():
     assert len(share._finishes) <= 1025
 
 
+def test_who_is_forgiven_starts_no_earlier_than_by_what_it_has_had():
+    share = FairShare()
+    for number in range(1025):
+        share.place(f"owner-{number}", 10 * (1 + number), 1)
+    assert len(share._finishes) < 1024
+    assert all(share.start_of(f"owner-{number}") >= 10 * (1 + number) for number in range(1025))
+
+
 def test_one_pass_interleaves_owners_by_weight_and_length():
     """What the next pass would begin with follows from what this one places, so it has the same order."""
     waiting = [Request(number, owner, tokens) for owner, tokens in (("a", 100), ("b", 50)) for number in range(6)]

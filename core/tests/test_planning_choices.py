@@ -218,8 +218,10 @@ class Short:
         ((12, 3, 1), {"kv": 0.06, "prefill": 0.1, "decode": 0.02}, "ttft", "kv"),
         ((12, 3, 1), {"kv": 0.04, "prefill": 0.1, "decode": 0.02}, "ttft", "prefill"),
         ((5, 5, 1), {"kv": -0.01, "prefill": 0.0, "decode": -0.02}, "ttft", "none"),
+        ((5, 5, 1), {"kv": 0.0, "prefill": 0.0, "decode": 0.0}, "ttft", "none"),
+        ((5, 5, 1), {"kv": -0.01, "prefill": -0.05, "decode": -0.04}, "ttft", "none"),
     ],
-    ids=["late", "slow", "kv does half", "kv does less", "nothing helps"],
+    ids=["late", "slow", "kv does half", "kv does less", "nothing helps", "nothing does anything", "all do harm"],
 )
 def test_what_binds_is_what_is_missed_most_and_whose_addition_helps_most(missed, gains, objective, resource):
     candidate = make_taichi(num_prefill_heavy=2, num_decode_heavy=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from time import tzset
 
 import pytest
 
@@ -269,3 +270,15 @@ def test_what_is_just_wrong_is_named(lines: list[str], message: str) -> None:
     with pytest.raises(TraceError) as caught:
         parse_trace(lines)
     assert str(caught.value).startswith(message)
+
+
+def test_times_without_a_zone_are_in_utc_wherever_they_are_read(monkeypatch):
+    """Where the clocks are put forward in between, the hour that they lose is none."""
+    lines = [AZURE, "2023-03-25 23:30:00,5,6", "2023-03-26 03:30:00,5,6", "2023-03-26 03:30:00Z,5,6"]
+    try:
+        monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+        tzset()
+        assert [row.arrival_s for row in parse_trace(lines)] == [0.0, 14400.0, 14400.0]
+    finally:
+        monkeypatch.undo()
+        tzset()

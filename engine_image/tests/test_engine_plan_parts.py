@@ -12,6 +12,7 @@ from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import plan_pb2
 from sluice_engine import core_messages
 from sluice_engine.server.engine_server import EngineServer
+from sluice_engine.server.plan_relay import PlanRelay
 
 
 @pytest.fixture
@@ -72,6 +73,16 @@ async def test_a_refused_plan_part_leaves_the_old_one_in_force(engine, refused_b
     assert engine.attach("router-2").receive()[0].configured.generation == 1
     await router.send(configure=configure(2))
     assert router.receive()[-1].configured.error == ""
+
+
+def test_the_refusal_of_an_older_plan_part_leaves_a_newer_one_that_is_on_its_way():
+    relay = PlanRelay(chunk_size_tokens=512)
+    assert relay.take(configure(2)) is not None
+    assert relay.take(configure(3)) is not None
+    assert relay.refuse(configure(2), "chunk_size_tokens: too large").generation == 2
+    assert relay.take(configure(2)) is None
+    assert relay.take(configure(3)) is None
+    assert relay.take(configure(4)) is not None
 
 
 async def test_an_engine_that_the_plan_does_not_name_is_d_heavy(engine):

@@ -217,6 +217,36 @@ async def test_an_idle_engine_reads_its_load_because_blocks_come_back_without_it
     assert router.receive()[-1].load.kv_blocks_total == 99
 
 
+async def test_a_load_that_could_not_be_read_is_read_again(engine):
+    engine.core.is_broken = True
+    for _ in range(12):
+        engine.clock.now_s += 0.1
+        engine.server.tick(engine.clock.now_s)
+        await settle()
+        engine.core.is_broken = engine.clock.now_s < 100.75
+    assert engine.core.commands == [core_messages.ReadLoadCommand()]
+    assert engine.server.load.kv_blocks_total == 99
+
+
+async def test_an_offer_for_a_stream_that_has_ended_meanwhile_is_given_back(engine):
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    key = router.session.make_grant_key(5)
+    engine.core.answers[core_messages.OfferCommand] = core_messages.OfferAnswer(
+        key=key, num_tokens=16, transfer_params="{}"
+    )
+    carry_out = engine.core.call_utility_async
+
+    async def replace_the_stream(method: str, *args: Any) -> Any:
+        engine.core.call_utility_async = carry_out
+        engine.attach()
+        return await carry_out(method, *args)
+
+    engine.core.call_utility_async = replace_the_stream
+    await router.send(kv_offer_requests=[wire.KvOfferRequest(offer_id=5, slot=0, fence=1)])
+    assert engine.core.commands[1:] == [core_messages.ReleaseOfferCommand(key=key)]
+
+
 # --- submits that cannot run -----------------------------------------------------------------------------------------
 
 

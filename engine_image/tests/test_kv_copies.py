@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from played_engines import import_vllm
 
-from sluice_engine.core_messages import FIRST_TOKEN_KEY, NUM_TOKENS_KEY, PulledPart, PullPartCommand
+from sluice_engine.core_messages import FIRST_TOKEN_KEY, NUM_TOKENS_KEY, OfferCommand, PulledPart, PullPartCommand
 from sluice_engine.kv_transfer.grants import GrantTable
 from sluice_engine.kv_transfer.kv_handles import MalformedHandleError
 from sluice_engine.kv_transfer.kv_transfer_timeouts import KV_LEASE_S
@@ -230,3 +230,41 @@ def test_ends_of_several_reads_are_answered_in_the_order_of_their_names() -> Non
 @pytest.mark.parametrize("finished", [None, set(), {"a request"}])
 def test_what_else_has_ended_is_passed_on(finished: set[str] | None) -> None:
     assert Table().pulls.take_ended(finished, set(), NOW_S) == (finished, [])
+
+
+# --- offers
+
+
+def test_an_offer_has_only_blocks_that_no_iteration_under_way_fills() -> None:
+    import_vllm()
+    from vllm.v1.core.block_pool import BlockPool  # noqa: PLC0415
+    from vllm.v1.request import RequestStatus  # noqa: PLC0415
+
+    from sluice_engine.kv_transfer.kv_offers import KvOffers  # noqa: PLC0415
+
+    pool = BlockPool(21, enable_caching=True, hash_block_size=BLOCK)
+    blocks = pool.get_new_blocks(3)
+    offered: dict[str, list[int]] = {}
+
+    def offer(offer_id: str, block_ids: list[int]) -> dict[str, Any]:
+        offered[offer_id] = block_ids
+        return {}
+
+    connector = SimpleNamespace(offer=offer, release=offered.pop)
+    manager = SimpleNamespace(block_pool=pool, get_blocks=lambda _: SimpleNamespace(blocks=(blocks,)))
+    request = SimpleNamespace(
+        request_id="r",
+        status=RequestStatus.RUNNING,
+        is_finished=lambda: False,
+        num_computed_tokens=3 * BLOCK,
+        num_in_flight_tokens=BLOCK + 1,
+    )
+    offers = KvOffers(connector, manager, BLOCK)  # type: ignore[arg-type]
+    answer = offers.offer(OfferCommand(key="k", request_id="r", first_token=0), request, NOW_S)  # type: ignore[arg-type]
+    assert (answer.num_tokens, answer.reason) == (BLOCK, "")
+    assert list(offered.values()) == [[blocks[0].block_id]]
+    assert [block.ref_cnt for block in blocks] == [2, 1, 1]
+    offers.release("k")
+    assert (offered, [block.ref_cnt for block in blocks]) == ({}, [1, 1, 1])
+    request.num_in_flight_tokens = 3 * BLOCK
+    assert offers.offer(OfferCommand(key="k", request_id="r", first_token=0), request, NOW_S).reason == "none"  # type: ignore[arg-type]

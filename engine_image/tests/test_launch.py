@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -330,3 +331,28 @@ def test_a_seeded_request_draws_on_where_it_was(output_replay) -> None:
     assert draw(generator) == draws[2]
     fresh = make_state(output_replay, [], None, torch.Generator(device="cpu"))
     assert [draw(fresh.generator) for _ in range(4)] == draws
+
+
+async def test_a_drain_ends_with_the_engine_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would ever come to be drained."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sluice_engine import lifecycle  # noqa: PLC0415
+    looks: list[str] = []
+
+    class Server:
+        num_requests = 1
+
+        @property
+        def is_drained(self) -> bool:
+            looks.append("at the server")
+            return len(looks) > 9
+
+        async def drain(self) -> None:
+            pump.set_exception(RuntimeError("the EngineCore is dead"))
+
+    pump: Any = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(lifecycle, "DRAIN_POLL_S", 0.0)
+    await lifecycle.wait_for_drain(Server(), {pump}, 600.0)  # type: ignore[arg-type]
+    assert pump.exception() is not None
+    assert len(looks) == 1

@@ -101,11 +101,13 @@ def test_a_content_that_is_cached_twice_leaves_with_its_last_copy():
     assert not cache.is_cached(request, 0)
 
 
-def test_a_cache_that_is_cleared_has_nothing():
+@pytest.mark.parametrize("num_copies", [1, 2])
+def test_a_cache_that_is_cleared_has_nothing(num_copies):
     cache = Cache(num_blocks=9)
-    _, blocks = cache.run([7] * 64)
+    copies = [cache.run([7] * 64)[1] for _ in range(num_copies)]
     cache.report()
-    cache.pool.free_blocks(blocks)
+    for blocks in copies:
+        cache.pool.free_blocks(blocks)
     assert cache.pool.reset_prefix_cache()
     assert len(cache.report().removed) == 4
     assert cache.known == set()

@@ -90,7 +90,7 @@ async def test_an_end_that_the_client_may_have_missed_is_kept_and_can_be_claimed
         assert (answer.ended.reason, answer.ended.stop_token_id) == (sampling_pb2.FINISH_REASON_STOP, 2)
     engine.put_out(output(engine.core_id("b"), [20]))
     assert [list(message.token_ids) for message in first.receive() if message.slots][-1] == [20]
-    assert engine.server.num_kept_ends == 1
+    assert (engine.server.num_kept_ends, engine.server.num_requests) == (1, 1)
     engine.clock.now_s += 30.1
     engine.server.tick(engine.clock.now_s)
     assert engine.server.num_kept_ends == 0

@@ -10,6 +10,7 @@ from played_engines import import_vllm
 from test_request_tracker import add, make_tracker
 
 from sluice_core.scheduling.engine_policy import RequestKind
+from sluice_engine.scheduling.expected_arrivals import ExpectedArrivals
 
 
 class Stock:
@@ -24,6 +25,9 @@ class Stock:
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         self.calls.append(("blocked", request))
         return self.is_ready
+
+    def add_request(self, request: Any) -> None:
+        self.calls.append(("add", request))
 
     def has_finished_requests(self) -> bool:
         return False
@@ -238,3 +242,26 @@ def test_only_kv_that_waits_for_a_reader_is_released(*, is_pinned: bool) -> None
     scheduler._free_blocks = lambda request: done.append(("free", request))
     scheduler._release("a")
     assert done == ([("release", "a"), ("free", "its record")] if is_pinned else [])
+
+
+def test_an_iteration_waits_no_more_for_a_request_that_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    extras = SimpleNamespace(grant_key="1.5", output_token_ids=[], is_first_part=False)
+    tracked, request, nothing = SimpleNamespace(extras=extras), SimpleNamespace(request_id="r"), lambda *_: 0
+    monkeypatch.setattr(import_vllm().scheduler, "track_request", lambda *_: tracked)
+    arrivals = ExpectedArrivals()
+    for key in ("1.5", "1.6"):
+        arrivals.expect(key, 0.0)
+    scheduler = make_scheduler(
+        _arrivals=arrivals,
+        _grants=SimpleNamespace(claim=nothing, count_held=nothing),
+        _pulls=SimpleNamespace(classify=lambda *_: RequestKind.JOINING),
+        _tracker=SimpleNamespace(add=nothing),
+        _outbox=SimpleNamespace(note_submit=nothing),
+        _recorder=None,
+        block_size=16,
+    )
+    scheduler.add_request(request)
+    assert (scheduler.calls, tracked.kind) == ([("add", request)], RequestKind.JOINING)
+    assert arrivals.has_any(0.0)
+    arrivals.forget("1.6")
+    assert not arrivals.has_any(0.0)

@@ -494,6 +494,18 @@ def test_what_a_part_of_the_engines_knows_may_not_be_all(is_lost):
         prepare_found(results[0], 2)
 
 
+@pytest.mark.parametrize(("num_tokens", "num_left"), [(0, 0), (1, 1), (2, 4), (4, 4)])
+def test_only_logprobs_that_the_client_has_not_got_must_be_known(num_tokens, num_left):
+    """Those of before a hand-off are at no engine any more."""
+    submit = engine_pb2.Submit(request_id="req-1", sampling=sampling_pb2.SamplingParams(num_logprobs=1))
+    tokens = array("I", [5, 6, 7, 8])
+    logprobs = {index: engine_pb2.TokenLogprobs() for index in (2, 3)}
+    found = FoundRequest(submit=submit, output_token_ids=tokens, elapsed_s=1.0, num_tokens_before=2, logprobs=logprobs)
+    prepared = prepare_found(found, num_tokens)
+    assert prepared.output_token_ids == tokens[:num_left]
+    assert (prepared.ended is None) == (num_left == 4)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_request_survives_router_after_router_killed_at_any_point(seed):
     rng = random.Random(seed)

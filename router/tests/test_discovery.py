@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,20 @@ async def test_file_that_has_not_changed_is_not_read_again(tmp_path):
     assert await discovery.find() == {"127.0.0.1:1"}
     os.utime(path, ns=(stamp, stamp + 1))
     assert await discovery.find() == {"127.0.0.1:2"}
+
+
+async def test_file_that_could_not_be_read_is_read_again_though_it_has_not_changed(tmp_path, monkeypatch):
+    path = tmp_path / "engines.json"
+    path.write_text('["127.0.0.1:1"]')
+    discovery = FileDiscovery(path)
+
+    def refuse(*_args, **_options):
+        raise PermissionError("no right to read it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refuse)
+        assert await discovery.find() is None
+    assert await discovery.find() == {"127.0.0.1:1"}
 
 
 async def test_name_is_resolved():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -11,7 +12,7 @@ from edge_fakes import ANSWER, FakePlane
 
 from sluice.v1 import router_pb2, router_pb2_grpc, sampling_pb2
 from sluice_router.api.edge_metrics import EdgeMetrics
-from sluice_router.api.grpc.grpc_api import GrpcApi
+from sluice_router.api.grpc.grpc_api import GrpcApi, RouterService
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 
 
@@ -117,6 +118,20 @@ async def test_a_call_that_breaks_before_its_first_part_ends_its_request(text):
         call.cancel()
         await first.wait(lambda: bool(first.cancelled))
         assert first.detached == []
+
+
+async def test_a_client_that_goes_while_the_first_part_is_written_does_not_come_back(text):
+    """It has not got the capability."""
+
+    async def write(_part):
+        raise asyncio.CancelledError
+
+    plane = FakePlane(lambda _: [70, 71])
+    context = SimpleNamespace(invocation_metadata=lambda: (), time_remaining=lambda: None, write=write)
+    service = RouterService(plane, text, EdgeMetrics(SlowReaders(SlowReaderLimits())))
+    with pytest.raises(asyncio.CancelledError):
+        await service.Generate(ask(), context)
+    assert (plane.cancelled, plane.detached) == ([("req-1", "client_gone")], [])
 
 
 async def test_headers_of_http_are_refused_by_name(text):

@@ -7,12 +7,14 @@ import contextlib
 import json
 import select
 import socket
+from dataclasses import dataclass
 
 import pytest
+from aiohttp import web
 from edge_fakes import FakePlane, connect, read_until, request_bytes, say
 from http_connections_harness import BODY, STREAM, read_response, starting_apis
 
-from sluice_router.api.slow_readers import SlowReaderLimits
+from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 
 
 @pytest.fixture
@@ -172,6 +174,28 @@ async def test_total_limit_sheds_the_largest_first(start, plane, text):
         assert api.slow_readers.num_shed == {"total_bytes": 1}
 
 
+@dataclass(eq=False)
+class PausedReader:
+    num_buffered_bytes: int
+    paused_since_s: float
+    is_shed: bool = False
+
+    def shed(self) -> None:
+        assert not self.is_shed
+        self.is_shed = True
+
+
+def test_who_is_shed_for_its_pause_makes_room_for_the_others():
+    slow_readers = SlowReaders(SlowReaderLimits(max_paused_s=30.0, max_total_bytes=1000))
+    late, early = PausedReader(900, paused_since_s=0.0), PausedReader(200, paused_since_s=20.0)
+    for reader in (late, early):
+        slow_readers.add(reader)
+    slow_readers.sweep(30.5)
+    assert (late.is_shed, early.is_shed) == (True, False)
+    assert slow_readers.num_shed == {"paused": 1}
+    assert len(slow_readers) == 1
+
+
 async def test_close_lets_answers_end_and_then_says_close(start, plane):
     api, port = await start()
     async with connect(port) as (reader, writer), connect(port) as (idle, _):
@@ -189,6 +213,31 @@ async def test_close_lets_answers_end_and_then_says_close(start, plane):
             await closing
     with pytest.raises(ConnectionError):
         await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_close_lets_answers_end_though_the_server_was_idle_before(start, plane, monkeypatch):
+    clean_up, num_cut = web.ServerRunner.cleanup, []
+
+    async def count_and_clean_up(runner):
+        num_cut.append(len(plane.live))
+        await clean_up(runner)
+
+    monkeypatch.setattr(web.ServerRunner, "cleanup", count_and_clean_up)
+    api, port = await start()
+    async with connect(port) as (reader, writer), connect(port) as (idle, _):
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        await read_response(reader)
+        writer.write(request_bytes("/v1/completions", STREAM))
+        await plane.wait(lambda: bool(plane.live))
+        closing = asyncio.create_task(api.close(600))
+        async with asyncio.timeout(5):
+            assert await idle.read() == b""
+        plane.emit("req-1", [100])
+        plane.finish("req-1")
+        async with asyncio.timeout(5):
+            assert (await reader.read()).endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+            await closing
+    assert num_cut == [0]
 
 
 async def test_close_cuts_what_outlasts_the_grace_time(start, plane):

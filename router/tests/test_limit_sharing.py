@@ -289,6 +289,21 @@ def test_what_engines_pass_on_counts() -> None:
     harness.assert_idle()
 
 
+def test_what_an_engine_kept_adds_to_what_is_known_already() -> None:
+    harness = make_limited()
+
+    def tell(name: str, *, running: int, requests: dict[int, int], **fields: object) -> None:
+        seconds = [engine_pb2.SecondUsage(second=second, requests=number) for second, number in requests.items()]
+        owners = [engine_pb2.OwnerUsage(owner="alice", running=running, seconds=seconds)]
+        usage = engine_pb2.RouterUsage(router_id="other", second=8, number=3, owners=owners)
+        harness.router.handle_message(harness.engines[name], engine_pb2.AttachResponse(usage=[usage], **fields))
+
+    tell("d0", running=2, requests={8: 4})
+    tell("d1", running=1, requests={7: 5, 8: 1}, hello=engine_pb2.EngineHello(engine_id="d1"))
+    known = harness.state.limiter.peers["other"].owners["alice"]
+    assert (known.running, known.requests) == (2, 9)
+
+
 def test_without_limits_no_engine_hears_of_owners() -> None:
     harness = Harness({"d0": "D"})
     harness.admit(owner="alice")

@@ -350,6 +350,17 @@ def test_plan_change_between_two_messages_breaks_no_stream():
     harness.assert_idle()
 
 
+def test_the_limits_of_a_strategy_end_with_it():
+    harness = Harness(PD)
+    harness.run()
+    table = harness.state.engines.table
+    rooms = [engine.room_tokens for engine in table]
+    table.limit_iterations(0.023)
+    assert all(engine.room_tokens < room for engine, room in zip(table, rooms, strict=True))
+    harness.router.apply_plan(make_plan(PD, generation=2))
+    assert [engine.room_tokens for engine in table] == rooms
+
+
 def test_decisions_outlive_a_plan_change():
     harness = Harness(PD)
     request_id, _ = harness.admit(20, 3)
