@@ -334,6 +334,20 @@ class FakeCluster:
         self.changed.set()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("up",), ("plan", "--trace", "{trace}"), ("simulate", "--trace", "{trace}", "--rate", "1")],
+    ids=lambda command: command[0],
+)
+def test_a_manifest_that_is_no_text_is_refused(tmp_path: Path, command: tuple[str, ...]) -> None:
+    path, trace = tmp_path / "m.yaml", tmp_path / "trace.csv"
+    path.write_bytes(b"kind: \xff")
+    trace.write_text("input_tokens,output_tokens\n100,10\n")
+    done = CliRunner().invoke(cli, [*(word.format(trace=trace) for word in command), str(path)])
+    assert (done.exit_code, done.exception.__class__) == (1, SystemExit)
+    assert "is no UTF-8 text: byte 6 is 0xff" in " ".join(done.output.split())
+
+
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["written in place", "replaced as editors do"])
 async def test_edits_of_the_file_are_followed(tmp_path: Path, *, is_replaced: bool) -> None:
     path = tmp_path / "m.yaml"

@@ -247,6 +247,33 @@ async def test_a_refused_edit_is_said_once_and_a_missing_file_is_waited_for(tmp_
     task.cancel()
 
 
+async def test_a_file_that_cannot_be_read_is_said_once_and_the_next_save_counts(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    text = EXAMPLE.read_text()
+    path.write_text(text)
+    followed = Followed(path)
+    task = asyncio.create_task(
+        follow_manifest(followed.path, text, followed, lambda _: [], followed.lines.append)  # type: ignore[arg-type]
+    )
+    path.write_bytes(text.encode() + b"# \xff")
+    await followed.wait_for_reads(4)
+    path.unlink()
+    path.mkdir()
+    await followed.wait_for_reads(4)
+    refused = "m.yaml refused, the cluster stays as it is:"
+    problems = [
+        f"  {path} is no UTF-8 text: byte {len(text.encode()) + 2} is 0xff",
+        f"  {path} cannot be read: Is a directory",
+    ]
+    assert followed.lines == [refused, problems[0], refused, problems[1]]
+    path.rmdir()
+    path.write_text(text.replace("replicas: 4", "replicas: 5", 1))
+    await followed.wait_for_reads()
+    assert followed.manifest.spec.replicas == 5
+    assert not task.done()
+    task.cancel()
+
+
 async def test_fields_that_only_pods_follow_are_said_at_the_start_and_in_edits(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     content = yaml.safe_load(EXAMPLE.read_text())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
 import pickle
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 from certificate_files import mount_secret
@@ -135,6 +137,22 @@ def test_without_keys_nobody_is_let_in_until_there_are_some(tmp_path: Path, file
     assert keys.refresh()
     with pytest.raises(KeysUnavailableError):
         keys.find_owner(f"Bearer {ALICE}")
+
+
+def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
+    keys: ApiKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What hinders the read need not show in the folder, as where too many files are open."""
+    mount_secret(tmp_path, {"alice": ALICE.encode()})
+    with monkeypatch.context() as patch:
+        patch.setattr(keys, "_read", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        assert [keys.refresh() for _ in range(3)] == [True, False, False]
+        assert caplog.text.count("Too many open files") == 1
+        with pytest.raises(KeysUnavailableError):
+            keys.find_owner(f"Bearer {ALICE}")
+    assert keys.refresh()
+    assert (keys.fault, keys.find_owner(f"Bearer {ALICE}")) == ("", "alice")
+    assert not keys.refresh()
 
 
 def test_keys_are_neither_kept_nor_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -34,7 +34,7 @@ from sluice_cli.simulation.plan_inputs import PlanFlags
 from sluice_cli.simulation.strategy_cells import StrategyCell, load_cells, make_own_cell
 from sluice_cli.simulation.strategy_comparison import compare_strategies
 from sluice_core.strategies import STRATEGIES
-from sluice_operator.api.manifest import parse_manifest
+from sluice_operator.api.manifest import parse_manifest, read_manifest_text
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -149,5 +149,5 @@ def _choose_cells(
         return [cell.change(flags.changes) for cell in load_cells(cells, only)]
     if only:
         raise click.UsageError("--only chooses among pinned cells; --trace has no others")
-    cluster = None if manifest is None else parse_manifest(manifest.read_text())
+    cluster = None if manifest is None else parse_manifest(read_manifest_text(manifest))
     return [make_own_cell(trace, flags, cluster)]

@@ -33,7 +33,7 @@ from sluice_cli.simulation.plan_inputs import PlanFlags, make_inputs
 from sluice_cli.simulation.plan_search import search_plan
 from sluice_cli.simulation.trace_cache import read_trace
 from sluice_core.planning.slider_search import SearchEffort
-from sluice_operator.api.manifest import parse_manifest
+from sluice_operator.api.manifest import parse_manifest, read_manifest_text
 
 
 @click.command()
@@ -117,7 +117,7 @@ def plan(
     with as_command_error(ValueError):  # a ManifestError is one
         given = PlanFlags(**flags)
         rows = read_trace(trace, skips_unanswered=skip_unanswered, reads_hashes=given.prefix_reuse is not None)
-        cluster = None if manifest is None else parse_manifest(manifest.read_text())
+        cluster = None if manifest is None else parse_manifest(read_manifest_text(manifest))
         inputs = make_inputs(cluster, given, rows)
         with show_progress("planning") as report:
             found = search_plan(inputs, effort, jobs, report, draws_curves=html is not None)

@@ -27,7 +27,7 @@ from sluice_cli.simulation.cluster_spec import ClusterFlags, choose_cluster_spec
 from sluice_cli.simulation.seed_runs import SeedRun, make_simulation_report, simulate_seeds
 from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 from sluice_core.strategies import STRATEGIES
-from sluice_operator.api.manifest import parse_manifest
+from sluice_operator.api.manifest import parse_manifest, read_manifest_text
 
 
 @click.command()
@@ -87,7 +87,7 @@ def simulate(
         raise click.UsageError("--goodput searches with Poisson arrivals; --trace-times and --timeline need --rate")
     with as_command_error(ValueError):  # a ManifestError is one
         given = ClusterFlags(**flags)
-        cluster = None if manifest is None else parse_manifest(manifest.read_text())
+        cluster = None if manifest is None else parse_manifest(read_manifest_text(manifest))
         spec = choose_cluster_spec(cluster, given, {"--engines": given.engines})
         run = SeedRun(
             spec=spec,

@@ -15,7 +15,7 @@ from sluice_cli.local_cluster.manifest_watch import follow_manifest
 from sluice_cli.local_cluster.shutdown import kill_leftovers
 from sluice_cli.processes.ports import DEFAULT_RANGE, PortAllocator
 from sluice_cli.processes.spawners import make_engine_spawner, make_router_spawner
-from sluice_operator.api.manifest import ManifestError, parse_manifest
+from sluice_operator.api.manifest import ManifestError, parse_manifest, read_manifest_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -66,7 +66,7 @@ def read_manifest(options: UpOptions, text: str | None = None) -> ServingCluster
     Raises:
         ManifestError: It is wrong, or asks for what only Kubernetes can do.
     """
-    manifest = parse_manifest(options.manifest.read_text() if text is None else text)
+    manifest = parse_manifest(read_manifest_text(options.manifest) if text is None else text)
     problems = check_local(manifest, options.home, options.volumes, options.secrets)
     if problems:
         raise ManifestError(problems)
@@ -90,7 +90,7 @@ async def run_launcher(
         AlreadyRunningError: The cluster has a launcher.
         ExceptionGroup: Holds a PortError when a port that the manifest names is in use.
     """
-    text = options.manifest.read_text()
+    text = read_manifest_text(options.manifest)
     manifest = read_manifest(options, text)
     directory = ClusterDirectory(manifest.metadata.name, options.home)
     directory.lock()

@@ -8,7 +8,7 @@ import watchfiles
 
 from sluice_operator.api.field_effects import FieldEffect
 from sluice_operator.api.fields_and_defaults.rollout_spec import RolloutSpec
-from sluice_operator.api.manifest import ManifestError, ManifestProblem, parse_manifest
+from sluice_operator.api.manifest import ManifestError, ManifestProblem, parse_manifest, read_manifest_text
 from sluice_operator.api.spec_changes import FieldChange, diff_specs
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ async def follow_manifest(
     """
     for field in find_ignored_fields(cluster.manifest.spec):
         report(f"{path.name}: {field} ({IGNORED})")
-    last_text = text
+    last_text, last_fault = text, ""
     # The folder is watched, because many editors replace the file by another. A read each second finds what was written
     # before the watch began, and edits on file systems that report none.
     watch = watchfiles.awatch(
@@ -55,8 +55,16 @@ async def follow_manifest(
         yield_on_timeout=True,
     )
     async for _ in watch:
-        found = _read(path)
-        if found is not None and found != last_text:
+        try:
+            found = read_manifest_text(path)
+        except ManifestError as error:
+            # Where there is no file, an editor is about to replace it.
+            if str(error) != last_fault and not isinstance(error.__cause__, FileNotFoundError):
+                _refuse(path, error.problems, report)
+            last_fault = str(error)
+            continue
+        last_fault = ""
+        if found != last_text:
             last_text = found
             apply_edit(found, path, cluster, check, report)
 
@@ -93,14 +101,6 @@ def _refuse(path: Path, problems: Sequence[ManifestProblem], report: Callable[[s
     for problem in problems:
         report(f"  {problem}")
     return False
-
-
-def _read(path: Path) -> str | None:
-    """The file's text; None while an editor has it replaced."""
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return None
 
 
 def find_ignored_fields(spec: ServingClusterSpec) -> list[str]:

@@ -13,6 +13,7 @@ from sluice_operator.api.serving_cluster import KIND, ServingCluster
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from pydantic_core import ErrorDetails
 
@@ -39,6 +40,21 @@ class ManifestError(ValueError):
     def __init__(self, problems: Sequence[ManifestProblem]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = tuple(problems)
+
+
+def read_manifest_text(path: Path) -> str:
+    """Reads a manifest's text.
+
+    Raises:
+        ManifestError: It cannot be read, or is no text; the cause is the system's error.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        message = f"{path} is no UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise ManifestError([ManifestProblem(field="", message=message)]) from error
+    except OSError as error:
+        raise ManifestError([ManifestProblem(field="", message=f"{path} cannot be read: {error.strerror}")]) from error
 
 
 def parse_manifest(text: str) -> ServingCluster:

@@ -75,12 +75,17 @@ class ApiKeys:
         stamp = stamp_folder(self._folder)
         if stamp == self._stamp:
             return False
-        self._stamp = stamp
+        fault_before = self.fault
         try:
             self._owners = self._read()
+            self._stamp = stamp
             self.fault = "" if self._owners else f"{self._folder} holds no key that can be used; all are refused"
         except OSError as error:
-            self._owners, self.fault = {}, f"{self._folder} cannot be read: {error.strerror}; all are refused"
+            # It is read again next time: what hindered the read may end, and leave no trace in the folder.
+            self._owners, self._stamp = {}, None
+            self.fault = f"{self._folder} cannot be read: {error.strerror}; all are refused"
+            if self.fault == fault_before:
+                return False
         if self.fault:
             logger.error("API keys: %s", self.fault)
         else:
