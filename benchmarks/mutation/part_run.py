@@ -158,13 +158,13 @@ class PartRun:
         """Chooses tests that run a mutant's lines: those that noticed others of its function first, then quick ones."""
         by_line = self._tests[str(self._root / mutant.path)]
         found = {nodeid for line in range(mutant.lines[0], mutant.lines[1] + 1) for nodeid in by_line.get(line, ())}
-        kills, numbers, order = self._kills[mutant.function], Counter[str](), {}
-        # One case of each test before the second ones: hundreds of cases of one would use up the budget.
+        kills, numbers, costs = self._kills[mutant.function], Counter[str](), {}
+        # The n-th case of a test counts for n of its cost: hundreds of cases of one would use up the budget.
         for nodeid in sorted(found, key=lambda nodeid: (self._runs[nodeid].cpu_s, nodeid)):
             test = nodeid.partition("[")[0]
             numbers[test] += 1
-            order[nodeid] = -kills[nodeid], numbers[test], self._runs[nodeid].cpu_s, nodeid
-        return sorted(found, key=order.__getitem__)
+            costs[nodeid] = numbers[test] * self._runs[nodeid].cpu_s
+        return sorted(found, key=lambda nodeid: (-kills[nodeid], costs[nodeid], nodeid))
 
     def _limit_tests(self, nodeids: list[str]) -> list[str]:
         kept: list[str] = []

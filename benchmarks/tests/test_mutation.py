@@ -216,7 +216,7 @@ def test_one_module_is_tested_alone(toy: Path, capfd: pytest.CaptureFixture[str]
 
 def test_many_cases_of_one_test_leave_time_for_another(toy: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (toy / "tests/test_room.py").write_text(MANY_CASES)
-    assert mutate(toy, "--function", "is_full", "--budget", "0.1") == 0
+    assert mutate(toy, "--function", "is_full", "--budget", "0.2") == 0
     assert read_row(capfd.readouterr().out)["unnoticed"] == "0"
 
 
