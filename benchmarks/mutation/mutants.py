@@ -230,6 +230,8 @@ def _is_message(node: ast.AST) -> bool:
     match node:
         case ast.Assert() | ast.Import() | ast.ImportFrom() | ast.Global() | ast.Nonlocal():
             found = True
+        case ast.Delete(targets=targets):
+            found = all(isinstance(target, ast.Name) for target in targets)  # it says what is not used
         case ast.Constant(value=str() as text):
             found = _IDENTIFIER.fullmatch(text) is None
         case ast.JoinedStr(values=values):

@@ -231,6 +231,13 @@ def test_the_name_of_a_task_is_no_decision_and_another_name_is(toy: Path) -> Non
     assert shown == ["pass", "pass", "work()", "work(name='XXy')"]
 
 
+def test_a_name_that_is_not_used_is_no_decision_and_an_item_that_goes_is(toy: Path) -> None:
+    (toy / "toy/hall.py").write_text("def drop(held, name):\n    del name\n    del held[0]\n")
+    shown = [(mutant.before, mutant.after) for mutant in MutatedModule(toy, "toy/hall.py").mutants]
+    assert ("del held[0]", "pass") in shown
+    assert all("name" not in before for before, _ in shown)
+
+
 @pytest.mark.parametrize("package", ["core/sluice_core", "operator/sluice_operator"])
 def test_every_module_that_decides_belongs_to_one_part_or_is_left_out_with_a_reason(package: str) -> None:
     left_out = read_left_out(REAL_PARTS)

@@ -347,8 +347,8 @@ def test_without_room_or_engines_a_request_waits():
 
 
 def test_a_recovery_is_not_split():
-    decision = place(make_table(make_load(), make_load()), is_recovery=True)
-    assert (decision.reason, decision.route) == ("recovery", ())
+    decision = place(make_table(make_load(), make_busy(4000)), is_recovery=True)
+    assert (decision.engine_id, decision.reason, decision.route) == ("e0", "recovery", ())
 
 
 @pytest.mark.parametrize(("rejection", "kind"), [(EarlyRejection.OFF, Place), (EarlyRejection.REJECT, Reject)])
