@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from sluice_core.planning.slider_candidates import SliderCandidate
 from sluice_core.records import EngineId, Role, Slo, SloClass
+from sluice_core.sim.goodput_search import count_allowed_misses
 from sluice_core.sim.pickling import register
 from sluice_core.sim.run_summary import RunSummary, list_latencies, summarize
 from sluice_core.sim.sim_setup import Arrival, Cell, EngineSetup, RouterSetup, SimOptions
@@ -154,7 +155,7 @@ class TrialEvaluator:
         if not arrivals:
             return TrialResult(trial=trial, attainment=0.0, num_iterations=0)
         simulation = Simulation(build_cell(problem, trial.candidate, trial.seed, trial.kv_scale), arrivals)
-        is_whole = simulation.run(most_missed=int(len(arrivals) * (1.0 - trial.least_attainment) + 1e-9))
+        is_whole = simulation.run(most_missed=count_allowed_misses(len(arrivals), trial.least_attainment))
         return TrialResult(
             trial=trial,
             attainment=1.0 - simulation.num_missed / simulation.num_arrived,

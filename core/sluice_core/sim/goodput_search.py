@@ -59,11 +59,16 @@ def search_goodput(
         if not arrivals:
             return None
         simulation = Simulation(cell, arrivals)
-        if not simulation.run(most_missed=math.floor(len(arrivals) * (1.0 - target) + 1e-9)):
+        if not simulation.run(most_missed=count_allowed_misses(len(arrivals), target)):
             return None
         return summarize(simulation)
 
     return bisect_rate(attempt, start_rps)
+
+
+def count_allowed_misses(num_requests: int, target: float) -> int:
+    """Count the requests that may miss their SLO where a share of ``target`` is to meet it; rounding costs nobody."""
+    return math.floor(num_requests * (1.0 - target) + 1e-9)
 
 
 def bisect_rate(attempt: Callable[[float], RunSummary | None], start_rps: float) -> GoodputRun:

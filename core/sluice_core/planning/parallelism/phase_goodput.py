@@ -6,7 +6,6 @@ instances serve the same requests, and a pair meets no more objectives than its 
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from sluice_core.latency.pipeline_stages import make_lockstep_profile
 from sluice_core.latency.prefill_time import compute_attention_work
 from sluice_core.planning.parallelism.instances import ModelInstance
 from sluice_core.planning.parallelism.phase_runs import PhaseWorkload, run_decodes, run_pair, run_prefills
-from sluice_core.sim.goodput_search import NoGoodputError, find_highest_rate
+from sluice_core.sim.goodput_search import NoGoodputError, count_allowed_misses, find_highest_rate
 from sluice_core.sim.pickling import register
 from sluice_core.sim.sim_setup import Arrival
 from sluice_core.sim.workload import PoissonWorkload
@@ -85,7 +84,7 @@ class GoodputMeter:
             arrivals = requests.make_arrivals(rate_rps, duration_s)
             if len(arrivals) < LEAST_REQUESTS:
                 return False
-            most_missed = math.floor(len(arrivals) * (1.0 - workload.target) + 1e-9)
+            most_missed = count_allowed_misses(len(arrivals), workload.target)
             return _run(workload, task, arrivals, most_missed)
 
         return attempt
