@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import os
 import signal
@@ -31,6 +32,8 @@ from sluice_operator.api.spec_changes import FieldChange
 from sluice_operator.resources.command_lines import Security
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from sluice_operator.api.serving_cluster import ServingCluster
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-cpu.yaml"
@@ -200,7 +203,8 @@ class Followed:
     """A cluster that takes manifests, and a file that counts how often it is read."""
 
     def __init__(self, path: Path) -> None:
-        self.manifest: ServingCluster = parse_manifest(path.read_text())
+        self.text = path.read_text()
+        self.manifest: ServingCluster = parse_manifest(self.text)
         self.lines: list[str] = []
         self.num_reads = 0
         self.was_read = asyncio.Event()
@@ -217,6 +221,18 @@ class Followed:
     def apply(self, manifest: ServingCluster) -> None:
         self.manifest = manifest
 
+    @contextlib.asynccontextmanager
+    async def follow(self) -> AsyncIterator[None]:
+        """Follows the file while the block runs, which it must outlive."""
+        task = asyncio.create_task(
+            follow_manifest(self.path, self.text, self, lambda _: [], self.lines.append)  # type: ignore[arg-type]
+        )
+        try:
+            yield
+            assert not task.done()
+        finally:
+            task.cancel()
+
     async def wait_for_reads(self, count: int = 2) -> None:
         """Waits until the file has been read so many times more: what the last read found is done by then."""
         wanted = self.num_reads + count
@@ -231,20 +247,16 @@ async def test_a_refused_edit_is_said_once_and_a_missing_file_is_waited_for(tmp_
     text = EXAMPLE.read_text()
     path.write_text(text)
     followed = Followed(path)
-    task = asyncio.create_task(
-        follow_manifest(followed.path, text, followed, lambda _: [], followed.lines.append)  # type: ignore[arg-type]
-    )
-    path.write_text(text.replace("replicas: 4", "replicas: 0", 1))
-    await followed.wait_for_reads(4)
-    assert followed.lines[0] == "m.yaml refused, the cluster stays as it is:"
-    assert len(followed.lines) == 2
-    path.unlink()
-    await followed.wait_for_reads()
-    assert not task.done()
-    path.write_text(text.replace("replicas: 4", "replicas: 5", 1))
-    await followed.wait_for_reads()
-    assert followed.manifest.spec.replicas == 5
-    task.cancel()
+    async with followed.follow():
+        path.write_text(text.replace("replicas: 4", "replicas: 0", 1))
+        await followed.wait_for_reads(4)
+        assert followed.lines[0] == "m.yaml refused, the cluster stays as it is:"
+        assert len(followed.lines) == 2
+        path.unlink()
+        await followed.wait_for_reads()
+        path.write_text(text.replace("replicas: 4", "replicas: 5", 1))
+        await followed.wait_for_reads()
+        assert followed.manifest.spec.replicas == 5
 
 
 async def test_a_file_that_cannot_be_read_is_said_once_and_the_next_save_counts(tmp_path: Path) -> None:
@@ -252,26 +264,22 @@ async def test_a_file_that_cannot_be_read_is_said_once_and_the_next_save_counts(
     text = EXAMPLE.read_text()
     path.write_text(text)
     followed = Followed(path)
-    task = asyncio.create_task(
-        follow_manifest(followed.path, text, followed, lambda _: [], followed.lines.append)  # type: ignore[arg-type]
-    )
-    path.write_bytes(text.encode() + b"# \xff")
-    await followed.wait_for_reads(4)
-    path.unlink()
-    path.mkdir()
-    await followed.wait_for_reads(4)
-    refused = "m.yaml refused, the cluster stays as it is:"
-    problems = [
-        f"  {path} is no UTF-8 text: byte {len(text.encode()) + 2} is 0xff",
-        f"  {path} cannot be read: Is a directory",
-    ]
-    assert followed.lines == [refused, problems[0], refused, problems[1]]
-    path.rmdir()
-    path.write_text(text.replace("replicas: 4", "replicas: 5", 1))
-    await followed.wait_for_reads()
-    assert followed.manifest.spec.replicas == 5
-    assert not task.done()
-    task.cancel()
+    async with followed.follow():
+        path.write_bytes(text.encode() + b"# \xff")
+        await followed.wait_for_reads(4)
+        path.unlink()
+        path.mkdir()
+        await followed.wait_for_reads(4)
+        refused = "m.yaml refused, the cluster stays as it is:"
+        problems = [
+            f"  {path} is no UTF-8 text: byte {len(text.encode()) + 2} is 0xff",
+            f"  {path} cannot be read: Is a directory",
+        ]
+        assert followed.lines == [refused, problems[0], refused, problems[1]]
+        path.rmdir()
+        path.write_text(text.replace("replicas: 4", "replicas: 5", 1))
+        await followed.wait_for_reads()
+        assert followed.manifest.spec.replicas == 5
 
 
 async def test_fields_that_only_pods_follow_are_said_at_the_start_and_in_edits(tmp_path: Path) -> None:
@@ -280,17 +288,14 @@ async def test_fields_that_only_pods_follow_are_said_at_the_start_and_in_edits(t
     content["spec"]["rollout"] = {"maxSurge": 1}
     path.write_text(yaml.safe_dump(content))
     followed = Followed(path)
-    task = asyncio.create_task(
-        follow_manifest(followed.path, path.read_text(), followed, lambda _: [], followed.lines.append)  # type: ignore[arg-type]
-    )
-    await followed.wait_for_reads(1)
     ignored = "(ignored: local engines restart one at a time)"
-    assert followed.lines == [f"m.yaml: spec.rollout.maxSurge {ignored}"]
-    content["spec"]["rollout"] = {"maxSurge": 2}
-    path.write_text(yaml.safe_dump(content))
-    await followed.wait_for_reads()
-    assert followed.lines[1:] == [f"m.yaml: spec.rollout.maxSurge 1 -> 2 {ignored}"]
-    task.cancel()
+    async with followed.follow():
+        await followed.wait_for_reads(1)
+        assert followed.lines == [f"m.yaml: spec.rollout.maxSurge {ignored}"]
+        content["spec"]["rollout"] = {"maxSurge": 2}
+        path.write_text(yaml.safe_dump(content))
+        await followed.wait_for_reads()
+        assert followed.lines[1:] == [f"m.yaml: spec.rollout.maxSurge 1 -> 2 {ignored}"]
 
 
 def test_what_this_machine_cannot_do_is_refused_and_nothing_is_applied(tmp_path: Path) -> None:

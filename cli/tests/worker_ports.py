@@ -7,7 +7,7 @@ import os
 _PORTS_PER_WORKER = 500
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
-# Below those of engines under test (21000 on), which run at the same time.
+# Below those of engines under test (21000 on), so that both can run at the same time.
 FIRST_PORT = 12000 + _PORTS_PER_WORKER * (_WORKER % 16)
 # For clusters: those that they choose, and those that manifests and options name.
 CLUSTER_PORTS = range(FIRST_PORT, FIRST_PORT + 400)
