@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ MESSAGE_LENGTH = 400
 # Names the file in which conftest.py keeps the tests that have begun and not ended.
 RUNNING_TESTS = "SLUICE_RUNNING_TESTS"
 _processes: set[subprocess.Popen[bytes]] = set()
+_is_ending = threading.Event()
 
 
 @dataclass(kw_only=True)
@@ -67,7 +69,13 @@ def run_limited(command: Sequence[Any], *, limit_s: float, environment: dict[str
 
     Returns:
         The exit status; that of a signal if the command was ended.
+
+    Raises:
+        SystemExit: This process is ending.
     """
+    if _is_ending.is_set():
+        # A step that ran beside was ended: what comes after it must not begin meanwhile.
+        raise SystemExit("ended by SIGTERM")
     environment = {**environment, "PYTHONFAULTHANDLER": "1"}
     process = subprocess.Popen(command, env=environment, start_new_session=True, **options)
     _processes.add(process)
@@ -112,9 +120,10 @@ def _list_group(group: int) -> list[int]:
 
 
 def end_steps_with_this_process() -> None:
-    """Makes SIGTERM end the running steps, where they stand, before this process."""
+    """Makes SIGTERM end the running steps, where they stand, before this process; no further one begins."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
+        _is_ending.set()
         for process in list(_processes):
             _end(process)
         sys.exit("ended by SIGTERM")

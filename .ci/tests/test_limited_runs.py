@@ -54,6 +54,19 @@ def test_failing_and_hanging_in_teardown(resource):
 def test_after():
     pass
 """
+# Two steps run at once, which end one after the other; the third may begin when the first of them has ended.
+THREE_STEPS = f"""
+import os, sys
+import limited_runs
+
+def run(*command):
+    limited_runs.run_limited(command, limit_s=600, environment=dict(os.environ))
+    return limited_runs.Counts()
+
+limited_runs.end_steps_with_this_process()
+sleep = (sys.executable, "-S", "-c", "print('runs', flush=True)\\n" + {SLEEP!r})
+limited_runs.run_side_by_side(lambda: run(*sleep), lambda: run(*sleep), lambda: run("touch", "third"))
+"""
 SKIP = """
 import pytest
 
@@ -85,6 +98,16 @@ def test_a_step_that_sleeps_ends_at_its_limit_with_its_children_and_their_stacks
 def test_a_step_within_its_limit_keeps_its_exit_status() -> None:
     command = [sys.executable, "-c", "import sys; sys.exit(7)"]
     assert run_limited(command, limit_s=600, environment=dict(os.environ)) == 7
+
+
+def test_no_step_begins_once_sigterm_ends_those_that_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", THREE_STEPS]
+    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["runs\n", "runs\n"]
+        process.terminate()
+    assert process.returncode == 1
+    assert not (tmp_path / "third").exists()
 
 
 def run(folder: Path, tests: str, limit_s: float, name: str = "") -> subprocess.CompletedProcess[str]:
