@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from typing import TYPE_CHECKING
@@ -22,8 +21,8 @@ def set_controller_reference(child: Object, cluster: ServingCluster) -> Object:
     """Sets namespace, controller reference, and the hash of what is applied."""
     metadata = cluster.metadata
     text = json.dumps(child, sort_keys=True)
-    owned = copy.deepcopy(child)
-    owned["metadata"] |= {
+    owned = {
+        **child["metadata"],
         "namespace": metadata.namespace,
         "ownerReferences": [
             {
@@ -40,7 +39,7 @@ def set_controller_reference(child: Object, cluster: ServingCluster) -> Object:
             APPLIED_HASH_ANNOTATION: hashlib.sha256(text.encode()).hexdigest()[:16],
         },
     }
-    return owned
+    return {**child, "metadata": owned}
 
 
 def get_controller(child: Object) -> Object | None:

@@ -6,7 +6,6 @@ template stays, so that a new operator version which renders differently replace
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from typing import TYPE_CHECKING
@@ -54,15 +53,14 @@ def keep_pod_template(deployment: Object, live: Object | None) -> Object:
         deployment: As rendered; its pod template carries the hash.
         live: As it is in the cluster; None before it exists.
     """
-    marked = copy.deepcopy(deployment)
-    template = marked["spec"]["template"]
+    template = deployment["spec"]["template"]
     digest = annotations_of(template)[RESTART_HASH_ANNOTATION]
     rendered_then = read_kept_template(live)
     if rendered_then and annotations_of(rendered_then).get(RESTART_HASH_ANNOTATION) == digest:
-        template = marked["spec"]["template"] = rendered_then
+        template = rendered_then
     text = json.dumps(template, sort_keys=True, separators=(",", ":"))
-    marked["metadata"].setdefault("annotations", {})[TEMPLATE_ANNOTATION] = text
-    return marked
+    metadata = deployment["metadata"] | {"annotations": {**annotations_of(deployment), TEMPLATE_ANNOTATION: text}}
+    return deployment | {"metadata": metadata, "spec": deployment["spec"] | {"template": template}}
 
 
 def read_kept_template(live: Object | None) -> Object | None:
