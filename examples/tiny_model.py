@@ -61,7 +61,7 @@ class Recipe:
     vocabulary: int = 2048
     hidden: int = 128
     intermediate: int = 256
-    layers: int = 3
+    layers: int = 2
     heads: int = 4
     kv_heads: int = 2
     max_tokens: int = 4096
