@@ -169,7 +169,8 @@ async def test_a_drain_that_takes_too_long_cuts_its_requests_off(lifecycle, sett
         await run_request(engine, served)
         with caplog.at_level(logging.INFO, lifecycle.logger.name):
             served.stop.event.set()
-            assert await served.task == 0
+            async with asyncio.timeout(10):
+                assert await served.task == 0
     assert "drain timeout of 0.01 s: 1 requests are cut off" in caplog.messages
     assert "engine e leaves with 1 requests" in caplog.messages
 
