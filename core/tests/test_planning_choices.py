@@ -245,10 +245,11 @@ def test_engines_that_are_all_alike_lack_what_is_missed(missed, resource):
     assert {trial.kv_scale for trial in short.trials} == {1.0, 1.125}
 
 
-def test_a_rate_that_nothing_overloads_is_given_up():
+@pytest.mark.parametrize(("start_rps", "target"), [(0.5, 0.9), (3.0, 0.85)], ids=["low rates", "met just so"])
+def test_a_rate_that_nothing_overloads_is_given_up(start_rps, target):
     short = Short(make_taichi(), (1, 0, 0), {})
-    found = find_bottleneck(short.run, make_taichi(), 0.5, 0.9, Fidelity(seeds=(1,), duration_s=9.0))
-    assert found.rate_rps == pytest.approx(0.5 * 1.08**6)
+    found = find_bottleneck(short.run, make_taichi(), start_rps, target, Fidelity(seeds=(1,), duration_s=9.0))
+    assert found.rate_rps == pytest.approx(start_rps * 1.08**6)
 
 
 # --- the plan ------------------------------------------------------------------------------------------------------
