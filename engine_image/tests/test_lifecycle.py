@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import urllib.error
-import urllib.request
 import warnings
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,15 +15,17 @@ import pytest
 from engine_server_harness import LENGTH, Engine, output, submit
 from fake_core import FINGERPRINT, Builder, Clock, Core
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import engine_pb2_grpc
 from sluice_engine.errors import RdmaError
 from sluice_engine.server.engine_server import EngineServer
+from sluice_engine.server.grpc_server import GRPC_OPTIONS, start_grpc
 from sluice_engine.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -70,15 +70,11 @@ def engine() -> Engine:
 
 
 @pytest.fixture(autouse=True)
-def _closed_http(lifecycle, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ends the probes' server, which otherwise lives as long as the process."""
+def probes(lifecycle, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the server of the probes was started with; it does not start."""
     started: list[Any] = []
-    start_http: Callable[..., Any] = lifecycle.start_http
-    monkeypatch.setattr(lifecycle, "start_http", lambda *arguments: started.append(start_http(*arguments)))
-    yield
-    for http in started:
-        http.shutdown()
-        http.server_close()
+    monkeypatch.setattr(lifecycle, "start_http", lambda *arguments: started.append(arguments))
+    return started
 
 
 class Stop:
@@ -117,18 +113,6 @@ async def serving(lifecycle: Any, settings: EngineSettings, engine: Engine) -> A
             other.cancel()
 
 
-async def get_readiness(settings: EngineSettings) -> int:
-    def get() -> int:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{settings.metrics_port}/readyz", timeout=5) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code
-
-    return await asyncio.to_thread(get)
-
-
 async def get_health(channel: grpc.aio.Channel) -> int:
     answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     return int(answer.status)
@@ -144,10 +128,12 @@ async def run_request(engine: Engine, served: SimpleNamespace) -> str:
 
 
 async def test_a_stopped_engine_is_ready_no_more_and_leaves_when_its_last_request_has_ended(
-    lifecycle, settings, engine
+    lifecycle, settings, engine, probes
 ):
     async with serving(lifecycle, settings, engine) as served:
-        assert await get_readiness(settings) == 200
+        host, port, server, is_ready = probes[0]
+        assert (host, port, server) == (settings.host, settings.metrics_port, engine.server)
+        assert is_ready()
         assert await get_health(served.channel) == SERVING
         core_id = await run_request(engine, served)
 
@@ -155,7 +141,7 @@ async def test_a_stopped_engine_is_ready_no_more_and_leaves_when_its_last_reques
 
         while not (await served.call.read()).load.is_draining:
             pass
-        assert await get_readiness(settings) == 503
+        assert not is_ready()
         assert await get_health(served.channel) == NOT_SERVING
         assert not served.task.done()
         await engine.core.outputs.put(SimpleNamespace(outputs=[output(core_id, [5], finish_reason=LENGTH)]))
@@ -178,7 +164,7 @@ async def test_a_drain_that_takes_too_long_cuts_its_requests_off(lifecycle, sett
 @pytest.mark.parametrize("is_draining", [False, True], ids=["serving", "draining"])
 @pytest.mark.parametrize(("name", "method"), [("pump", "pump"), ("clock", "keep_time")])
 async def test_an_engine_whose_core_or_clock_fails_tells_its_routers_and_ends(
-    lifecycle, settings, engine, monkeypatch, caplog, name, method, is_draining
+    lifecycle, settings, engine, probes, monkeypatch, caplog, name, method, is_draining
 ):
     dies = asyncio.Event()
 
@@ -201,8 +187,7 @@ async def test_an_engine_whose_core_or_clock_fails_tells_its_routers_and_ends(
                 assert message is not grpc.aio.EOF
             assert message.fault == fault
             assert await served.task == 5
-        if name == "pump":
-            assert await get_readiness(settings) == 503
+        assert probes[0][3]() is (name == "clock" and not is_draining)
     assert f"engine e ends: {fault}" in caplog.messages
     assert not any("are cut off" in message for message in caplog.messages)
 
@@ -266,6 +251,11 @@ def started(lifecycle, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_an_engine_is_checked_before_its_core_starts_and_serves_as_its_settings_say(lifecycle, settings, started):
     assert lifecycle.run(settings, "stop", Log("tcp")) == 9
     names = [name for name, _, _ in started]
+    assert [name for name in names if name in {"collect", "freeze", "set_threshold"}] == [
+        "collect",
+        "freeze",
+        "set_threshold",
+    ]
     first = ["check_installed", "check_ports", "read_certificates", "make_epoch", "make_vllm_config", "start_core"]
     assert names[: len(first)] == first
     arguments, options = next((given, named) for name, given, named in started if name == "start_and_serve")
@@ -281,3 +271,70 @@ def test_an_engine_that_must_use_rdma_does_not_serve_over_tcp(lifecycle, setting
     with pytest.raises(RdmaError, match="KV would go over tcp"):
         lifecycle.run(settings.model_copy(update={"require_rdma": True}), "stop", Log("tcp"))
     assert "start_and_serve" not in [name for name, _, _ in started]
+
+
+# --- streams over gRPC -----------------------------------------------------------------------------------------------
+
+
+def test_a_router_that_vanished_is_noticed_after_fifteen_seconds():
+    options = dict(GRPC_OPTIONS)
+    assert options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"] == 15_000
+
+
+async def test_a_router_that_says_no_more_is_told_nothing_more(lifecycle, settings, engine):
+    async with serving(lifecycle, settings, engine) as served:
+        await served.call.done_writing()
+        async with asyncio.timeout(10):
+            while await served.call.read() is not grpc.aio.EOF:
+                pass
+        served.stop.event.set()
+        assert await served.task == 0
+
+
+async def test_a_message_that_cannot_be_taken_costs_its_stream_and_not_the_engine(
+    lifecycle, settings, engine, monkeypatch, caplog
+):
+    async def take(session: Any, message: Any) -> None:
+        raise ValueError(f"{session.router_id} sent {len(message.submits)} submits")
+
+    monkeypatch.setattr(engine.server, "take", take)
+    async with serving(lifecycle, settings, engine) as served:
+        await served.call.write(wire.AttachRequest(submits=[submit(0, "a")]))
+        async with asyncio.timeout(10):
+            while await served.call.read() is not grpc.aio.EOF:
+                pass
+        assert "router r: its stream is cut" in caplog.messages
+        assert not served.task.done()
+        again = engine_pb2_grpc.EngineStub(served.channel).Attach()
+        await again.write(wire.AttachRequest(hello=wire.RouterHello(router_id="r")))
+        assert (await again.read()).hello.engine_id == "e"
+        again.cancel()
+        served.stop.event.set()
+        assert await served.task == 0
+
+
+async def test_a_message_may_be_as_large_as_a_prompt_of_a_million_tokens(lifecycle, settings, engine):
+    async with serving(lifecycle, settings, engine) as served:
+        await served.call.write(wire.AttachRequest(submits=[submit(0, "a", resume_state=bytes(5 << 20))]))
+        async with asyncio.timeout(10):
+            while not engine.core.requests:  # noqa: ASYNC110 - gRPC brings it
+                await asyncio.sleep(0.001)
+        served.stop.event.set()
+        await engine.core.outputs.put(SimpleNamespace(outputs=[output(engine.core_id("a"), [5], finish_reason=LENGTH)]))
+        assert await served.task == 0
+
+
+async def test_an_engine_says_what_it_serves_and_shares_its_port_with_nobody(lifecycle, settings, engine):
+    name = "sluice.v1.Engine"
+    async with serving(lifecycle, settings, engine) as served:
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        listed = reflection_pb2_grpc.ServerReflectionStub(served.channel).ServerReflectionInfo(iter([request]))
+        (answer,) = [answer async for answer in listed]
+        services = {service.name for service in answer.list_services_response.service}
+        assert services == {name, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        health = health_pb2_grpc.HealthStub(served.channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest(service=name))).status == SERVING
+        with pytest.raises(RuntimeError, match="Failed to bind"):
+            await start_grpc(settings, engine.server)
+        served.stop.event.set()
+        assert await served.task == 0
