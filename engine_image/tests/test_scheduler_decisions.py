@@ -298,3 +298,31 @@ def test_a_prompt_without_an_objective_has_no_deadline(ttft_slo_s: float, deadli
     request = make_request("a", priority=3, sampling_params=SimpleNamespace(extra_args=extras.encode()))
     tracker.add(track_request(request, 100.0))
     assert asked == [{"arrival_s": 90.0, "ttft_slo_s": deadline_s, "priority": 3, "tokens": 300}]
+
+
+def test_a_new_policy_orders_every_queue_anew_while_no_heap_holds_its_requests() -> None:
+    done: list[tuple[str, str]] = []
+
+    class Queue(list[Any]):
+        def remove_requests(self, requests: list[Any]) -> None:
+            done.extend(("out", request.request_id) for request in requests)
+
+        def add_request(self, request: Any) -> None:
+            done.append(("in", request.request_id))
+
+    requests = {name: make_request(name) for name in ("waits", "holds", "runs")}
+    tracker = SimpleNamespace(
+        by_id={name: name for name in requests},
+        place=lambda name: done.append(("place", name)),
+        place_running=lambda name: done.append(("place as running", name)),
+    )
+    make_scheduler(
+        _tracker=tracker,
+        _plan=SimpleNamespace(policy="policy"),
+        _selection=SimpleNamespace(adopt=lambda policy: done.append(("adopt", policy))),
+        waiting=Queue([requests["waits"]]),
+        kv_holding_waiting=Queue([requests["holds"]]),
+        running=[requests["runs"]],
+    )._adopt_policy()
+    moves = [(step, name) for name in ("waits", "holds") for step in ("out", "place", "in")]
+    assert done == [("adopt", "policy"), *moves, ("place as running", "runs")]
