@@ -22,6 +22,7 @@ def test_goodput_per_engine_lies_on_straight_lines(num_engines, goodput_rps):
     [
         (0.0, 0, 16, 0),
         (0.0, 2, 16, 2),
+        (0.0, 0, 1, 0),
         (0.1, 0, 16, 1),
         (2.0, 1, 16, 2),
         (2.01, 1, 16, 3),

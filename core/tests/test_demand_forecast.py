@@ -9,6 +9,7 @@ import statistics
 import pytest
 
 from sluice_core.autoscaling.demand_forecast import BIN_S, FADE_S, HOUR_S, DemandForecast
+from sluice_core.autoscaling.demand_headroom import compute_headroom, remember_error
 
 
 def feed(demand: DemandForecast, rates_rps) -> DemandForecast:
@@ -71,6 +72,29 @@ def test_headroom_is_what_forecasts_lacked():
     assert 1.1 < demand.headroom < 1.5
     short = sum(error > demand.headroom for error in demand.errors)
     assert short <= 0.1 * len(demand.errors)
+
+
+@pytest.mark.parametrize(
+    ("errors", "quantile", "headroom"),
+    [
+        ([1.1] * 39, 0.9, 1.2),
+        ([1.1] * 40, 0.9, 1.1),
+        ([1.1] * 36 + [1.3] * 4, 0.9, 1.3),
+        ([1.1] * 37 + [1.3] * 3, 0.9, 1.1),
+        ([1.1] * 39 + [1.4], 1.0, 1.4),
+        ([1.1] * 39 + [1.9], 1.0, 1.5),
+        ([0.8] * 40, 0.9, 1.0),
+    ],
+)
+def test_headroom_is_what_sufficed_at_that_share_of_the_moments(errors, quantile, headroom):
+    assert compute_headroom(errors, quantile) == headroom
+
+
+def test_the_last_three_hours_of_errors_are_kept():
+    errors: tuple[float, ...] = ()
+    for number in range(721):
+        errors = remember_error(errors, float(number))
+    assert errors == tuple(float(number) for number in range(1, 721))
 
 
 @pytest.mark.parametrize(("lead_s", "quantile"), [(0.0, 0.9), (30.0, 0.9), (300.0, 0.9), (600.0, 0.95), (3000.0, 0.99)])

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
@@ -18,6 +18,13 @@ def test_impossible_counts_are_refused(tokens, size):
         blocks_for_tokens(tokens, size)
 
 
+@example(total=9, used=2, granted=-1, pinned=1)
+@example(total=9, used=0, granted=0, pinned=0)
+@example(total=9, used=0, granted=1, pinned=0)
+@example(total=9, used=1, granted=0, pinned=0)
+@example(total=9, used=9, granted=2, pinned=9)
+@example(total=9, used=10, granted=0, pinned=0)
+@example(total=9, used=1, granted=0, pinned=2)
 @given(total=st.integers(-5, 50), used=st.integers(-5, 50), granted=st.integers(-5, 50), pinned=st.integers(-5, 50))
 def test_a_division_of_blocks_adds_up_or_is_refused(total, used, granted, pinned):
     is_possible = 0 <= pinned <= used <= total and granted >= 0

@@ -216,6 +216,14 @@ def test_a_long_prompt_over_nvlink_takes_the_designs_time():
     assert arrives == pytest.approx(0.012, abs=0.0005)
 
 
+def test_links_are_as_fast_as_their_wires():
+    speeds = {"nvlink": 150e9, "pcie": 25e9, "infiniband": 24e9, "100GbE": 12e9, "25gbe": 3e9, "tcp": 1.2e9}
+    assert {name: find_link(name).bytes_per_s for name in speeds} == speeds
+    assert {find_link(name).latency_s for name in speeds} == {0.002}
+    assert estimate_transfer_s(1000, 200_000, 0.0) == pytest.approx(0.002 + 0.02)
+    assert estimate_transfer_s(1000, 200_000, math.inf) == pytest.approx(0.002 + 0.02)
+
+
 def test_an_unknown_link_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="nvlink, pcie, infiniband, 100gbe, 25gbe, tcp"):
         find_link("pigeon")

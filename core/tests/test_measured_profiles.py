@@ -260,7 +260,7 @@ def test_what_has_no_profile_is_refused_with_what_has(key, named):
 
 
 def test_names_are_read_in_any_case_and_gpus_without_their_memory():
-    assert load("Qwen2.5-14B", "A100").profile == load("qwen2.5-14b", "a100-80g").profile
+    assert load("Qwen2.5-14B", "A100") == load("qwen2.5-14b", "a100-80g")
 
 
 QWEN_14B = {
@@ -292,6 +292,9 @@ def test_a_config_json_works_as_a_model(tmp_path):
     ("changes", "named"),
     [
         ({"num_experts": 64}, "mixture of experts"),
+        ({"num_local_experts": 8}, "mixture of experts"),
+        ({"n_routed_experts": 64}, "mixture of experts"),
+        ({"vision_config": {"depth": 32}}, "multimodal"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ({"torch_dtype": "float32"}, "float32"),
@@ -299,12 +302,26 @@ def test_a_config_json_works_as_a_model(tmp_path):
         ({"use_sliding_window": True}, "sliding window"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_hidden_layers": True}, "num_hidden_layers"),
     ],
     ids=str,
 )
 def test_a_config_that_was_not_measured_is_refused(changes, named):
     with pytest.raises(UnknownModelError, match=named):
         read_architecture(QWEN_14B | changes)
+
+
+def test_what_a_config_leaves_out_has_the_meaning_of_its_kind():
+    heads = {name: value for name, value in QWEN_14B.items() if name != "num_key_value_heads"}
+    found = read_architecture(heads)
+    assert (found.num_kv_heads, found.head_size, found.has_tied_embeddings) == (40, 128, False)
+    found = read_architecture(QWEN_14B | {"head_dim": 64, "tie_word_embeddings": True, "dtype": "float16"})
+    assert (found.num_kv_heads, found.head_size, found.has_tied_embeddings) == (8, 64, True)
+    windowed = {name: value for name, value in QWEN_14B.items() if name != "use_sliding_window"}
+    with pytest.raises(UnknownModelError, match="sliding window"):
+        read_architecture(windowed)
+    assert read_architecture(windowed | {"sliding_window": None}).num_layers == 48
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])

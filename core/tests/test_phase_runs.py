@@ -174,3 +174,9 @@ def test_a_wrong_workload_is_refused_by_its_field(changes: dict[str, object], me
     fields = {"rows": ROWS, "slo": Slo(ttft_s=1.0, tpot_s=1.0), **changes}
     with pytest.raises(ValueError, match=message):
         PhaseWorkload(**fields)  # type: ignore[arg-type]
+
+
+def test_every_request_may_have_to_meet_its_objectives_and_each_size_may_be_one() -> None:
+    least = {"prefill_batch_tokens": 1, "max_num_seqs": 1, "block_size_tokens": 1}
+    assert PhaseWorkload(rows=ROWS[:1], slo=Slo(ttft_s=1.0, tpot_s=1.0), target=1.0, **least).target == 1.0
+    assert PhaseWorkload(rows=ROWS, slo=Slo(ttft_s=1.0, tpot_s=1.0)).target == 0.9

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
 from planning_harness import EFFORT, Formula, Shares, make_problem, make_space, make_taichi
 
 from sluice_core.planning.bottleneck import find_bottleneck
-from sluice_core.planning.goodput_comparison import Fidelity, GoodputComparison
+from sluice_core.planning.candidate_choice import rank_for_rate
+from sluice_core.planning.goodput_comparison import Fidelity, GoodputComparison, RankedCandidate
 from sluice_core.planning.planner import Goal, Planner, estimate_response_s
-from sluice_core.planning.slider_search import MOST_EXPLORED_ENGINES, Search, SearchEffort
-from sluice_core.planning.trials import SearchTrial, TrialEvaluator
+from sluice_core.planning.prediction import estimate_interval, predict
+from sluice_core.planning.slider_search import MOST_EXPLORED_ENGINES, CandidateSearchResult, Search, SearchEffort
+from sluice_core.planning.trials import SearchTrial, TrialEvaluator, TrialResult
 from sluice_core.records import Slo
 from sluice_core.strategies import STRATEGIES
 
@@ -245,13 +248,49 @@ def test_engines_that_are_all_alike_lack_what_is_missed(missed, resource):
     assert {trial.kv_scale for trial in short.trials} == {1.0, 1.125}
 
 
-def test_a_rate_that_nothing_overloads_is_given_up():
+@pytest.mark.parametrize(("start_rps", "target"), [(0.5, 0.9), (3.0, 0.85)], ids=["low rates", "met just so"])
+def test_a_rate_that_nothing_overloads_is_given_up(start_rps, target):
     short = Short(make_taichi(), (1, 0, 0), {})
-    found = find_bottleneck(short.run, make_taichi(), 0.5, 0.9, Fidelity(seeds=(1,), duration_s=9.0))
-    assert found.rate_rps == pytest.approx(0.5 * 1.08**6)
+    found = find_bottleneck(short.run, make_taichi(), start_rps, target, Fidelity(seeds=(1,), duration_s=9.0))
+    assert found.rate_rps == pytest.approx(start_rps * 1.08**6)
 
 
 # --- the plan ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rate_rps", "order"),
+    [(None, (9.0, 4.0, 3.9)), (4.0, (4.0, 9.0, 3.9)), (4.1, (9.0, 4.0, 3.9)), (9.5, (9.0, 4.0, 3.9))],
+    ids=["no rate", "a rate that two serve, one of them just so", "a rate that one serves", "a rate that none serves"],
+)
+def test_of_those_that_serve_a_rate_the_fewest_gpus_win_and_else_the_highest_goodput(rate_rps, order):
+    fidelity = Fidelity(seeds=(1,), duration_s=9.0)
+    found = []
+    for goodput_rps, num_gpus in ((3.9, 1), (4.0, 2), (9.0, 4)):
+        candidate = make_taichi(num_prefill_heavy=1, num_decode_heavy=0, tensor_parallel=num_gpus)
+        ranked = RankedCandidate(candidate=candidate, goodputs_rps=(goodput_rps,))
+        found.append(CandidateSearchResult(ranking=(ranked,), fidelity=fidelity, explored=()))
+    found.sort(key=lambda one: rank_for_rate(one, rate_rps))
+    assert tuple(one.best.goodput_rps for one in found) == order
+
+
+def test_an_expected_attainment_is_a_share():
+    attainments = {1: 0.99, 2: 0.9, 3: 0.02, 4: 0.3}
+
+    def run(trials):
+        return [TrialResult(trial=one, attainment=attainments[one.seed], num_iterations=1) for one in trials]
+
+    high, low = (predict(run, make_taichi(), 2.0, seeds, 9.0).attainment for seeds in ((1, 2), (3, 4)))
+    assert (high.mean, high.high) == (pytest.approx(0.945), 1.0)
+    assert (low.mean, low.low) == (pytest.approx(0.16), 0.0)
+
+
+@pytest.mark.parametrize(("number", "quantile"), [(2, 12.706), (16, 2.131), (17, 1.96), (100, 1.96)])
+def test_an_interval_is_students_up_to_fifteen_degrees_of_freedom(number, quantile):
+    values = [1.0, 3.0] * (number // 2) + [2.0] * (number % 2)
+    half = quantile * statistics.stdev(values) / math.sqrt(number)
+    interval = estimate_interval(values)
+    assert (interval.mean, interval.low, interval.high) == pytest.approx((2.0, 2.0 - half, 2.0 + half))
 
 
 def plan(landscape, goal, in_force=None, space=None, effort=None, problem=None):

@@ -134,6 +134,14 @@ def test_every_figure_of_a_report_is_what_the_runs_say(slos):
     assert report["blocked_moves"] == sum(one.num_blocked_moves for one in runs)
     assert report["preemptions"] == sum(request.num_preemptions for one in runs for request in one.requests) > 2
     assert (report["rejected"], report["requests"]) == (2, 182)
+    assert report["attainment_per_seed"] == [sum(map(all, of_run)) / 91 for of_run in met]
+    assert report["transfer_share"] == pytest.approx(sum(one.transfer_share for one in summaries) / 2)
+    named = {"name": "engine_id", "utilization": "utilization", "kv_use_mean": "kv_use_mean"}
+    named |= {"kv_use_peak": "kv_use_peak", "iterations": "num_iterations", "output_tokens": "num_output_tokens"}
+    named |= {"prefill_tokens": "num_prefill_tokens", "preemptions": "num_preemptions"}
+    engines = summaries[0].engines
+    assert report["engine_use"] == [{key: getattr(use, name) for key, name in named.items()} for use in engines]
+    assert len({getattr(engines[0], name) for name in named.values()}) == len(named)
     assert json.loads(json.dumps(report)) == report
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from naive_routers import NaiveRouters
 from test_simulation import SLO, STRATEGIES, describe, make_arrivals, make_engines, run
 
+from sluice_core.latency import OnlineLatencyModel
 from sluice_core.latency.scaled_latency_model import ScaledLatencyModel
 from sluice_core.records import IterationShape, Slo
 from sluice_core.router_shares import choose_owner
@@ -120,6 +121,14 @@ def test_a_wrong_model_is_wrong_by_its_factor():
         "decode_context_tokens": 900,
     }
     assert scaled.estimate_prefill_s(**queued) == pytest.approx(1.15 * profile.estimate_prefill_s(**queued))
+    scaled.observe(shape, 9.0)
+    fit = OnlineLatencyModel()
+    for _ in range(3):
+        fit.observe(shape, 0.02)
+    fit.observe(shape, 0.04)
+    of_fit = ScaledLatencyModel(fit, 1.15)
+    assert (of_fit.num_observations, of_fit.relative_error) == (4, fit.relative_error)
+    assert fit.relative_error > 0.0
 
 
 @pytest.mark.parametrize(

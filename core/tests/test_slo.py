@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from sluice_core.records import Slo
 from sluice_core.slo_attainment import (
     ATTAINMENT_WINDOW_S,
+    DEFAULT_ATTAINMENT,
     NO_REQUESTS,
     AttainmentCounters,
     RequestEnd,
@@ -90,6 +91,13 @@ def test_classes_are_counted_apart_and_summed_on_demand():
     assert counters.window(0.0).num_finished == 2
 
 
+def test_attainment_is_that_of_the_last_five_minutes_and_is_to_be_nine_tenths():
+    counters = AttainmentCounters()
+    counters.record(0.0, "", RequestEnd.FINISHED, BOTH)
+    assert [counters.window(now).num_finished for now in (300.0, 300.1)] == [1, 0]
+    assert DEFAULT_ATTAINMENT == 0.9
+
+
 @given(
     gaps=st.lists(st.floats(0, 200), min_size=1, max_size=40),
     ends=st.lists(st.sampled_from(list(RequestEnd)), min_size=40, max_size=40),
@@ -122,7 +130,8 @@ def test_five_seconds_share_a_step_and_a_step_leaves_with_its_last_request():
     window, one = SloWindow(20.0), SloCounts(num_finished=1)
     for now in (0.0, 4.9, 5.0, 9.9, 10.0):
         window.add(now, "gold", one)
-    left = [window.sum_by_class(now).get("gold", NO_REQUESTS).num_finished for now in (20.0, 24.9, 25.0, 29.9, 30.1)]
-    assert left == [5, 5, 3, 3, 0]
+    times = (20.0, 24.9, 25.0, 29.9, 30.0, 30.1)
+    left = [window.sum_by_class(now).get("gold", NO_REQUESTS).num_finished for now in times]
+    assert left == [5, 5, 3, 3, 1, 0]
     window.add(30.2, "", one)
     assert window.sum_by_class(30.2) == {"": one}

@@ -11,7 +11,8 @@ from sluice_core.scheduling.decode_flow import PROPOSAL_BACKOFF_S, FlowPolicy
 from sluice_core.scheduling.slo_blind_placement import RoundRobinPlacement
 from sluice_core.sim.sim_setup import Arrival, Cell
 from sluice_core.sim.simulation import Simulation
-from sluice_core.strategies import DEFAULT_STRATEGY, INITIAL_STRATEGY, STRATEGIES, get_strategy
+from sluice_core.strategies import DEFAULT_STRATEGY, INITIAL_STRATEGY, PARAMETERS, STRATEGIES, get_strategy
+from sluice_core.strategies.disaggregated import GRANT_WAIT_MILLISECONDS
 from sluice_core.strategies.interface import Need, SliderUse, Strategy
 from sluice_core.strategies.role_policies import RoleRouter
 from sluice_core.strategy_parameters import WATERMARK, EarlyRejection, StrategyParameters
@@ -45,6 +46,38 @@ def test_parameters_survive_the_way_over_the_wire(strategy):
     for name in ("low", "high"):
         values = {row.name: row.choices[-1] if row.choices else str(getattr(row, name)) for row in strategy.parameters}
         assert strategy.format_parameters(strategy.read_parameters(values)) == values
+
+
+@pytest.mark.parametrize("row", [row for row in PARAMETERS if not row.choices], ids=lambda row: row.name)
+def test_a_number_comes_back_as_it_was_set(row):
+    numbers = [str(number) for number in range(row.low, min(row.high, row.low + 1100) + 1)]
+    read = [replace(StrategyParameters(), **{row.field: row.read(number)}) for number in numbers]
+    assert [row.format(parameters) for parameters in read] == numbers
+
+
+def test_what_a_plan_does_not_set_has_the_papers_values_or_ours():
+    assert {row.name: row.format(StrategyParameters()) for row in PARAMETERS} == {
+        "approaching_factor_percent": "96",
+        "batch_token_budget": "4096",
+        "credit_milliseconds": "100",
+        "early_rejection": "Off",
+        "grant_wait_milliseconds": "10000",
+        "late_share_percent": "10",
+        "late_ttft_factor_percent": "300",
+        "least_prefill_percent": "10",
+        "macro_instance_least": "4",
+        "macro_instance_most": "16",
+        "min_tokens_between_moves": "16",
+        "overload_order": "LongestLast",
+        "pack_share_percent": "85",
+        "prefill_batch_tokens": "2048",
+        "split_margin_tokens": "20",
+        "split_search_steps": "6",
+        "tbt_target_milliseconds": "0",
+        "tpot_share_percent": "98",
+        "watermark_percent": "95",
+    }
+    assert GRANT_WAIT_MILLISECONDS.read("10000") == 10.0
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,13 @@ def test_a_few_requests_say_too_little_about_a_rate() -> None:
     assert find_shifts(make_means(num=30), make_means(rate_rps=3.0, num=30)) == ()
 
 
+@pytest.mark.parametrize(("ratio", "differs"), [(1.63, False), (1.67, True), (1 / 1.63, False), (1 / 1.67, True)])
+def test_a_shift_goes_beyond_two_standard_errors_of_both_means_together(ratio: float, *, differs: bool) -> None:
+    # 1.25 * exp(2 * 0.14): 0.14 is what errors of 0.1 and 0.1 make together.
+    one, other = MeanEstimate(mean=1.0, error=0.1), MeanEstimate(mean=ratio, error=0.1)
+    assert one.differs(other) is differs
+
+
 def test_lengths_that_vary_need_more_requests_to_show_a_shift() -> None:
     for num, shifts in ((10, ()), (10_000, ("prompt_tokens",))):
         old = estimate_means([100, 1900] * num, [100] * 2 * num, 2.0)

@@ -14,7 +14,12 @@ from sluice.v1 import sampling_pb2
 from sluice_engine import core_messages
 from sluice_engine.server.counters import ServerCounters
 from sluice_engine.server.probes import start_http
-from sluice_engine.server.prometheus_metrics import LOAD_COUNTERS, LOAD_GAUGES, SERVER_COUNTERS
+from sluice_engine.server.prometheus_metrics import (
+    LOAD_COUNTERS,
+    LOAD_GAUGES,
+    SERVER_COUNTERS,
+    EngineCollector,
+)
 
 
 @pytest.fixture
@@ -66,6 +71,31 @@ def test_metrics_are_what_the_server_has_now(address, server):
         assert line in lines
 
 
+# Metrics that are not named as what they show.
+RENAMED = {
+    "pull_bytes_per_s": "pull_bytes_per_second",
+    "num_suspended_prefills": "suspended_prefills_total",
+    "num_tokens": "output_tokens_total",
+    "num_refused": "refused_submits_total",
+    "iteration_s": "iteration_seconds_total",
+}
+
+
+def test_each_metric_shows_its_own_number():
+    numbers = {row[1]: float(number) for number, row in enumerate((*LOAD_GAUGES, *LOAD_COUNTERS, *SERVER_COUNTERS), 1)}
+    shown = SimpleNamespace(**numbers, finished={})
+    routers = {"num_requests": 101, "num_held": 102, "num_kept_ends": 103, "num_routers": 104}
+    server = SimpleNamespace(counters=shown, load=shown, is_draining=False, **routers)
+    samples = {sample.name: sample.value for metric in EngineCollector(server).collect() for sample in metric.samples}
+    gauges = {field for _, field, _ in LOAD_GAUGES}
+    expected = {
+        RENAMED.get(field) or (field if field in gauges else f"{field.removeprefix('num_')}_total"): number
+        for field, number in numbers.items()
+    }
+    expected |= {"requests": 101, "held_requests": 102, "kept_ends": 103, "routers": 104, "draining": 0}
+    assert samples == {f"sluice_engine_{name}": number for name, number in expected.items()}
+
+
 def test_every_number_of_the_load_and_the_counters_has_a_metric():
     named = {field for _, field, _ in (*LOAD_GAUGES, *LOAD_COUNTERS, *SERVER_COUNTERS)}
     expected = {*core_messages.SchedulerLoad.__struct_fields__, *ServerCounters.__dataclass_fields__}
@@ -88,6 +118,4 @@ def test_probes_write_no_lines_and_hold_no_process(address, capfd):
 
 
 def test_an_unknown_path_lists_the_known_ones(address):
-    status, text = get(f"{address.url}/")
-    assert status == 404
-    assert "/metrics" in text
+    assert get(f"{address.url}/") == (404, "/metrics, /livez and /readyz are here\n")

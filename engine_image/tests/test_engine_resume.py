@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from fake_core import FINGERPRINT, Builder, Clock, Core
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import sampling_pb2
 from sluice_engine import core_messages
-from sluice_engine.server import attach_stream
+from sluice_engine.server import attach_stream, engine_server
 from sluice_engine.server.engine_server import EngineServer
 
 
@@ -188,3 +189,51 @@ async def test_a_router_that_does_not_read_loses_its_stream(engine):
 
     await router.stream.write(Writer())  # returns: the stream is closed
     assert len(written) == attach_stream.MAX_WAITING_MESSAGES
+
+
+# --- the clock -------------------------------------------------------------------------------------------------------
+
+
+async def test_requests_whose_lease_is_over_end_in_the_engine_core_by_the_clock(engine, monkeypatch):
+    monkeypatch.setattr(engine_server, "TICK_S", 0.0)
+    router = engine.attached()
+    await router.send(submits=[submit(0, "a")])
+    router.lose_stream()
+    engine.clock.now_s += 10.0
+    clock = asyncio.create_task(engine.server.keep_time())
+    async with asyncio.timeout(10):
+        while not engine.core.aborted:  # noqa: ASYNC110 - the clock ends it
+            await asyncio.sleep(0)
+    clock.cancel()
+    assert engine.core.aborted == [engine.core_id("a")]
+    assert engine.server.num_requests == 0
+
+
+async def test_the_load_is_asked_for_once_while_the_engine_core_is_busy(engine, monkeypatch):
+    calls: list[str] = []
+    answers = asyncio.Event()
+
+    async def call(method: str, *_arguments: object) -> list[object]:
+        calls.append(method)
+        await answers.wait()
+        return []
+
+    monkeypatch.setattr(engine.core, "call_utility_async", call)
+    for _ in range(20):
+        engine.clock.now_s += 0.1
+        engine.server.tick(engine.clock.now_s)
+        await settle()
+    assert len(calls) == 1
+    answers.set()
+    await settle()
+    engine.clock.now_s += 0.5
+    engine.server.tick(engine.clock.now_s)
+    await settle()
+    assert len(calls) == 2
+
+
+async def test_an_engine_that_ends_waits_no_longer_than_it_is_told_for_a_router_that_does_not_read(engine):
+    router = engine.attached()
+    async with asyncio.timeout(5):
+        await engine.server.close("it is dead", timeout_s=0.01)
+    assert [message.fault for message in router.receive()] == ["it is dead"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,7 +16,7 @@ from sluice_core.records import MoveCause, Role
 from sluice_engine import core_encoding, core_messages
 from sluice_engine.errors import SubmitRefusedError
 from sluice_engine.server import wire_conversion
-from sluice_engine.settings import EngineSettings
+from sluice_engine.settings import EmulationSettings, EngineSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -342,8 +342,103 @@ def test_a_fingerprint_is_readable(vllm_side, builder):
     assert {"block32", "tp1", "grammar-guidance", "vllm-0.32.0"} < set(parts)
 
 
-def test_no_two_starts_have_one_epoch(vllm_side):
+@pytest.mark.parametrize(
+    ("changes", "hosted", "is_same"),
+    [
+        ({}, {}, True),
+        ({"revision": "main"}, {}, True),
+        ({"revision": "v2"}, {}, False),
+        ({"model": "org/other"}, {}, False),
+        ({"emulation": object()}, {}, False),
+        ({}, {"dtype": "torch.float16"}, False),
+        ({}, {"cache_dtype": "fp8"}, False),
+        ({}, {"block_size": 64}, False),
+        ({}, {"tensor_parallel_size": 2}, False),
+        ({}, {"backend": "xgrammar"}, False),
+    ],
+    ids=str,
+)
+def test_whatever_changes_the_bytes_of_kv_changes_the_fingerprint(vllm_side, monkeypatch, changes, hosted, is_same):
+    monkeypatch.setattr(vllm_side.identity, "find_layout", lambda _: "hnd")
+    plain = {"model": "org/model", "revision": None, "emulation": None}
+
+    def make(settings: dict[str, Any], **of_vllm: Any) -> str:
+        values = {"dtype": "torch.float32", "cache_dtype": "auto", "block_size": 32, "tensor_parallel_size": 1}
+        values |= {"backend": "guidance", "architecture": "Llama", **of_vllm}
+        part = SimpleNamespace(**values)
+        names = ("model_config", "cache_config", "parallel_config", "structured_outputs_config")
+        config = SimpleNamespace(**dict.fromkeys(names, part))
+        return vllm_side.identity.make_fingerprint(SimpleNamespace(**settings), config)
+
+    assert (make(plain | changes, **hosted) == make(plain)) is is_same
+
+
+def test_a_router_learns_from_the_hello_what_it_decides_by(vllm_side, builder, monkeypatch):
+    settings = EngineSettings(
+        engine_id="pod-uid",
+        port=1,
+        metrics_port=2,
+        kv_host="127.0.0.1",
+        kv_port=3,
+        model=str(builder._model.model),
+        max_batch_tokens=512,
+        model_id="tiny-7",
+    )
+    identity = vllm_side.identity
+    hello = identity.make_hello(settings, builder._config, 77)
+    assert (hello.engine_id, hello.epoch, hello.model_id) == ("pod-uid", 77, "tiny-7")
+    assert hello.model == f"LlamaForCausalLM/{identity.hash_model(settings.model, None)}"
+    assert hello.fingerprint == identity.make_fingerprint(settings, builder._config)
+    assert (hello.max_batch_tokens, hello.max_num_seqs, hello.max_model_len_tokens) == (512, 256, 4096)
+    # Keys and values of two heads of 32 numbers of 4 bytes, in three layers.
+    assert (hello.block_size_tokens, hello.kv_bytes_per_token) == (32, 2 * 2 * 32 * 4 * 3)
+    assert hello.version == "vllm 0.32.0"
+    assert len(hello.prefix_root) == 32
+    assert (hello.pulls_parts, hello.cuts_prompts) == (True, True)
+    monkeypatch.setattr(builder._config.cache_config, "enable_prefix_caching", False)
+    hello = identity.make_hello(settings, builder._config, 77)
+    assert (hello.pulls_parts, hello.cuts_prompts) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "is_latent", "emulation", "num_bytes"),
+    [
+        ("auto", False, None, 2 * 8 * 128 * 4 * 48),
+        ("fp8_e4m3", False, None, 2 * 8 * 128 * 1 * 48),
+        ("auto", True, None, 128 * 4 * 48),
+        ("auto", False, EmulationSettings(kv_bytes_per_token=9), 9),
+        ("auto", False, EmulationSettings(base_s=0.01), 2 * 8 * 128 * 4 * 48),
+    ],
+    ids=["32 bits", "8 bits", "one latent for both", "as the emulated link charges", "emulated, and not said"],
+)
+def test_a_tokens_kv_is_as_large_as_the_cache_makes_it(
+    vllm_side, builder, cache_dtype, is_latent, emulation, num_bytes
+):
+    model = SimpleNamespace(
+        dtype=builder._model.dtype,
+        use_mla=is_latent,
+        get_total_num_kv_heads=lambda: 8,
+        get_total_num_hidden_layers=lambda: 48,
+        get_head_size=lambda: 128,
+    )
+    config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype=cache_dtype))
+    count = vllm_side.identity.count_kv_bytes_per_token(SimpleNamespace(emulation=emulation), config)
+    assert count == num_bytes
+
+
+def test_what_came_later_to_the_router_is_later_to_vllm_and_salts_its_own_cache(builder, vllm_side, monkeypatch):
+    monkeypatch.setattr(vllm_side.request_builder.time, "time", lambda: 1000.0)
+    submit = wire.Submit(prompt_token_ids=[5], age_s=2.5, sampling=sampling_pb2.SamplingParams(max_tokens=1))
+    request = builder.build("id", submit, core_messages.RequestExtras())
+    assert (request.arrival_time, request.cache_salt) == (997.5, None)
+    submit.cache_salt = "alice"
+    assert builder.build("id", submit, core_messages.RequestExtras()).cache_salt == "alice"
+
+
+def test_no_two_starts_have_one_epoch(vllm_side, monkeypatch):
     epochs = [vllm_side.identity.make_epoch() for _ in range(100)]
+    monkeypatch.setattr(vllm_side.identity.time, "time_ns", lambda: 1_795_000_000_123_999_999)
+    assert vllm_side.identity.make_epoch() >> 20 == 1_795_000_000_123
     assert len(set(epochs)) == 100
     assert all(0 < epoch < 2**64 for epoch in epochs)
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from sluice_engine.scheduling import iteration_timer
 from sluice_engine.scheduling.expected_arrivals import EXPECTED_S, ExpectedArrivals, find_shortest_s, hold
+from sluice_engine.scheduling.iteration_timer import IterationTimer
+from sluice_engine.scheduling.scheduled_batch import ScheduledBatch
 
 DECODES, MIXED = (0, 4, 0.020), (512, 4, 0.060)
 
@@ -75,3 +78,50 @@ def test_the_loop_takes_messages_in_for_as_long_as_it_waits(
     core = Core(waits_s, ["a", "b"], is_busy=is_busy)
     hold(core)
     assert core.handled == handled
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The timer's clock."""
+    clock = SimpleNamespace(now_s=10.0)
+    monkeypatch.setattr(iteration_timer, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    return clock
+
+
+def start(timer: IterationTimer, clock: SimpleNamespace, **shape: int) -> Any:
+    output: Any = SimpleNamespace()
+    timer.start(output, ScheduledBatch(started_s=clock.now_s, **shape))
+    return output
+
+
+@pytest.mark.parametrize(("shortest_s", "lead_s"), [(0.1, 0.01), (0.02, 0.003)], ids=["a tenth", "the hosts part"])
+def test_the_next_iteration_is_made_up_a_little_before_the_one_under_way_can_end(clock, shortest_s, lead_s) -> None:
+    timer = IterationTimer()
+    assert timer.find_wait_s() == 0.0
+    first = start(timer, clock, num_decodes=1)
+    # Nothing says how long it takes.
+    assert timer.find_wait_s() <= 0.0
+    clock.now_s += shortest_s
+    timer.stop(first)
+    start(timer, clock, num_decodes=1)
+    clock.now_s += 0.01
+    assert timer.find_wait_s() == pytest.approx(shortest_s - lead_s - 0.01)
+    start(timer, clock, num_decodes=1)
+    assert timer.find_wait_s() == 0.0
+
+
+def test_the_rest_of_the_iterations_under_way_is_what_they_take_less_what_has_passed(clock) -> None:
+    timer = IterationTimer()
+    latency: Any = SimpleNamespace(estimate_shape_s=lambda shape: 0.02 * shape.num_decodes)
+    assert timer.estimate_rest_s(latency) == (0, 0.0)
+    first = start(timer, clock, num_decodes=2)
+    clock.now_s += 0.01
+    assert timer.estimate_rest_s(latency) == (1, pytest.approx(0.03))
+    start(timer, clock, num_decodes=1)
+    assert timer.estimate_rest_s(latency) == (2, pytest.approx(0.05))
+    clock.now_s += 0.05
+    timer.stop(first)
+    # The second one began when the first ended, not when it was scheduled.
+    assert timer.estimate_rest_s(latency) == (1, pytest.approx(0.02))
+    clock.now_s += 1.0
+    assert timer.estimate_rest_s(latency) == (1, 0.0)

@@ -231,6 +231,26 @@ def test_a_configuration_that_vllm_refuses_is_said(vllm_config, monkeypatch) -> 
         vllm_config.make_vllm_config(make_settings(), 1)
 
 
+def test_a_class_that_cannot_be_imported_is_left_to_vllm_and_the_others_are_registered(
+    vllm_config, monkeypatch, tmp_path
+) -> None:
+    def refuse() -> None:
+        raise ImportError("no kernels")
+
+    registered: list[tuple[str, str]] = []
+    classes = vllm_config.model_classes
+    known = {"Broken": SimpleNamespace(load_model_cls=refuse), "Llama": SimpleNamespace(load_model_cls=lambda: "class")}
+    registry = SimpleNamespace(models=known, register_model=lambda *pair: registered.append(pair))
+    monkeypatch.setattr(classes, "ModelRegistry", registry)
+    (tmp_path / "config.json").write_text('{"architectures": ["Broken", "Unheard", 7, "Llama"]}')
+    assert classes.register_classes(str(tmp_path)) == ["Llama"]
+    assert registered == [("Llama", "class")]
+    for text in ("{", "[]", '{"architectures": "Llama"}'):
+        (tmp_path / "config.json").write_text(text)
+        assert classes.register_classes(str(tmp_path)) == []
+    assert classes.register_classes("org/model") == []
+
+
 def test_an_engine_on_the_cpu_compiles_nothing(monkeypatch) -> None:
     """vLLM compiles what ranks logprobs by itself: seconds of the first iteration, and a compiler that images lack."""
     with warnings.catch_warnings():

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sluice_engine.startup.model_check import find_unsupported_attention
+from sluice_engine.errors import ModelRefusedError
+from sluice_engine.settings import EngineSettings
+from sluice_engine.startup.model_check import check_model, find_unsupported_attention
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.parametrize(
@@ -30,3 +35,30 @@ from sluice_engine.startup.model_check import find_unsupported_attention
 )
 def test_attention_that_is_not_full_is_named(config: dict[str, Any], reason: str) -> None:
     assert find_unsupported_attention(config) == reason
+
+
+def check(model: Path | str, *vllm_args: str) -> None:
+    fields = {"engine_id": "e", "port": 1, "metrics_port": 2, "kv_host": "h", "kv_port": 3, "max_batch_tokens": 64}
+    check_model(EngineSettings(model=str(model), vllm_args=vllm_args, **fields))
+
+
+def test_a_model_is_refused_by_its_config_unless_the_user_overrides_it(tmp_path: Path) -> None:
+    check("org/model")
+    check(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text('{"sliding_window": 4096}')
+    expected = f"{path}: sliding_window is 4096; models with full attention in every layer are supported"
+    for arguments in ((), ("--gpu-memory-utilization", "0.8")):
+        with pytest.raises(ModelRefusedError) as refused:
+            check(tmp_path, *arguments)
+        assert str(refused.value) == expected
+    for override in ("--disable-sliding-window", "--disable_sliding_window", '--hf-overrides={"sliding_window": null}'):
+        check(tmp_path, "--enforce-eager", override)
+    path.write_text('{"sliding_window": null}')
+    check(tmp_path)
+
+
+def test_a_config_that_is_cut_off_is_to_be_fetched_again(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"sliding_wi')
+    with pytest.raises(ModelRefusedError, match=r"config.json is not JSON \(.*\); fetch the model again"):
+        check(tmp_path)

@@ -8,6 +8,7 @@ import pytest
 
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_engine.core_messages import ConfigureCommand
+from sluice_engine.scheduling import received_plan
 from sluice_engine.scheduling.received_plan import ReceivedPlan
 
 
@@ -65,6 +66,30 @@ def test_a_plan_that_cannot_be_carried_out_leaves_the_one_before_it_in_force(
     assert in_force == [1, "D-heavy", 256]
     assert error in message
     assert plan.last_chunk_size_tokens == 256
+
+
+def test_a_strategy_that_this_engine_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_configured("D-heavy")
+    assert configure(plan, 2, strategy="DynaServe")[3] == ""
+    monkeypatch.setattr(received_plan, "CAPABILITIES", frozenset())
+    assert configure(plan, 3, strategy="DynaServe", role="D-heavy") == (
+        2,
+        "P-heavy",
+        256,
+        "strategy 'dynaserve' needs split; this engine offers none of these",
+    )
+
+
+def test_the_decodes_know_the_role_in_force_and_whether_the_engine_drains() -> None:
+    decodes = DecodeSet(block_size_tokens=16, max_num_seqs=64)
+    plan = ReceivedPlan(decodes, max_batch_tokens=512)
+    assert (decodes.role, decodes.is_draining) == ("D-heavy", False)
+    configure(plan, 1, is_draining=True)
+    assert (decodes.role, decodes.is_draining) == ("P-heavy", True)
+    configure(plan, 2, role="no role", is_draining=False)
+    assert (decodes.role, decodes.is_draining) == ("P-heavy", True)
+    configure(plan, 3, role="D-heavy")
+    assert (decodes.role, decodes.is_draining) == ("D-heavy", False)
 
 
 def test_chunk_size_0_keeps_the_size_that_started_prefills_end_with() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from played_engines import import_vllm
-from test_request_tracker import add, make_tracker
+from test_request_tracker import add, make_request, make_tracker
 
 from sluice_core.scheduling.engine_policy import RequestKind
+from sluice_engine import core_messages
+from sluice_engine.request_tracker import track_request
 from sluice_engine.scheduling.expected_arrivals import ExpectedArrivals
 
 
@@ -265,3 +268,61 @@ def test_an_iteration_waits_no_more_for_a_request_that_has_come(monkeypatch: pyt
     assert arrivals.has_any(0.0)
     arrivals.forget("1.6")
     assert not arrivals.has_any(0.0)
+
+
+def test_only_what_may_still_come_is_expected() -> None:
+    arrivals, notes, released = ExpectedArrivals(), [], []
+    scheduler = make_scheduler(
+        _arrivals=arrivals,
+        _outbox=SimpleNamespace(note_pulled=notes.append),
+        _grants=SimpleNamespace(release_open=released.append),
+    )
+    failed = core_messages.PulledPart(key="1.1", num_tokens=0, reason="failed")
+    whole = core_messages.PulledPart(key="1.2", num_tokens=64, reason="")
+    scheduler._note_pulled(failed)
+    assert not arrivals.has_any(0.0)
+    scheduler._note_pulled(whole)
+    assert arrivals.has_any(0.0)
+    # A grant that is given back brings nobody any more.
+    assert scheduler._carry_out(core_messages.ReleaseGrantCommand(key="1.2")) == core_messages.EmptyAnswer()
+    assert not arrivals.has_any(0.0)
+    assert (notes, released) == ([failed, whole], ["1.2"])
+
+
+@pytest.mark.parametrize(("ttft_slo_s", "deadline_s"), [(2.0, 2.0), (0.0, math.inf)], ids=["one", "none"])
+def test_a_prompt_without_an_objective_has_no_deadline(ttft_slo_s: float, deadline_s: float) -> None:
+    asked: list[dict[str, Any]] = []
+    tracker = make_tracker()
+    tracker.selector = SimpleNamespace(add=lambda _request_id, **fields: asked.append(fields))  # type: ignore[assignment]
+    extras = core_messages.RequestExtras(ttft_slo_s=ttft_slo_s, arrival_s=90.0)
+    request = make_request("a", priority=3, sampling_params=SimpleNamespace(extra_args=extras.encode()))
+    tracker.add(track_request(request, 100.0))
+    assert asked == [{"arrival_s": 90.0, "ttft_slo_s": deadline_s, "priority": 3, "tokens": 300}]
+
+
+def test_a_new_policy_orders_every_queue_anew_while_no_heap_holds_its_requests() -> None:
+    done: list[tuple[str, str]] = []
+
+    class Queue(list[Any]):
+        def remove_requests(self, requests: list[Any]) -> None:
+            done.extend(("out", request.request_id) for request in requests)
+
+        def add_request(self, request: Any) -> None:
+            done.append(("in", request.request_id))
+
+    requests = {name: make_request(name) for name in ("waits", "holds", "runs")}
+    tracker = SimpleNamespace(
+        by_id={name: name for name in requests},
+        place=lambda name: done.append(("place", name)),
+        place_running=lambda name: done.append(("place as running", name)),
+    )
+    make_scheduler(
+        _tracker=tracker,
+        _plan=SimpleNamespace(policy="policy"),
+        _selection=SimpleNamespace(adopt=lambda policy: done.append(("adopt", policy))),
+        waiting=Queue([requests["waits"]]),
+        kv_holding_waiting=Queue([requests["holds"]]),
+        running=[requests["runs"]],
+    )._adopt_policy()
+    moves = [(step, name) for name in ("waits", "holds") for step in ("out", "place", "in")]
+    assert done == [("adopt", "policy"), *moves, ("place as running", "runs")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from sluice_engine.core_messages import UTILITY
 from sluice_engine.errors import StartError
+from sluice_engine.startup import warm_up
 from sluice_engine.startup.warm_up import SAMPLING, WarmUp
 
 
@@ -57,3 +59,28 @@ async def test_refuses_an_engine_core_without_the_plugin(monkeypatch: pytest.Mon
         await WarmUp(core, Builder()).run()  # type: ignore[arg-type]
 
     assert core.requests == []
+
+
+async def test_an_engine_core_that_answers_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SilentCore(FakeCore):
+        async def get_output_async(self) -> Any:
+            return await asyncio.Event().wait()
+
+    monkeypatch.setattr(warm_up, "TIMEOUT_S", 0.0)
+    with pytest.raises(StartError, match="the first requests did not end within 0 s"):
+        await WarmUp(SilentCore(has_plugin=True), Builder()).run()  # type: ignore[arg-type]
+
+
+async def test_waits_for_the_last_request_and_not_for_the_first() -> None:
+    class SlowCore(FakeCore):
+        async def get_output_async(self) -> Any:
+            ends = ["length", None] if self.num_outputs == 0 else [None, "length"]
+            self.num_outputs += 1
+            pairs = zip(self.requests, ends, strict=True)
+            return SimpleNamespace(outputs=[SimpleNamespace(request_id=name, finish_reason=end) for name, end in pairs])
+
+        num_outputs = 0
+
+    core = SlowCore(has_plugin=True)
+    await WarmUp(core, Builder()).run()  # type: ignore[arg-type]
+    assert core.num_outputs == 2
