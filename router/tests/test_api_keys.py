@@ -70,6 +70,13 @@ def test_nobody_else_is_let_in_and_no_key_is_quoted(keys: ApiKeys, header: str |
     assert "canary" not in caught.value.message
 
 
+@pytest.mark.parametrize(("length", "counts"), [(15, False), (16, True), (4096, True), (4097, False)])
+def test_a_key_has_16_to_4096_characters(tmp_path: Path, *, length: int, counts: bool) -> None:
+    keys = ApiKeys(mount_secret(tmp_path, {"alice": b"k" * length}))
+    assert keys.owners == ({"alice"} if counts else set())
+    assert bool(keys.fault) is not counts
+
+
 def test_two_lines_let_an_owner_change_keys(tmp_path: Path) -> None:
     keys = ApiKeys(mount_secret(tmp_path, {"alice": f"{ALICE}\n\n{BOB}\r\n".encode()}))
     assert keys.find_owner(f"Bearer {ALICE}") == keys.find_owner(f"Bearer {BOB}") == "alice"

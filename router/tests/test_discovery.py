@@ -109,6 +109,10 @@ def test_duplicate_addresses_are_one():
     assert parse_addresses('["a:1", "a:1"]') == {"a:1"}
 
 
+def test_files_are_looked_at_five_times_a_second_and_names_once():
+    assert [parse_discovery(text).interval_s for text in ("file:/e", "dns:engines:8001")] == [0.2, 1.0]
+
+
 async def test_watch_tells_changes_only():
     class Scripted:
         interval_s = 0.0

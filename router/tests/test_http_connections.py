@@ -12,6 +12,9 @@ from data_plane_harness import until
 from edge_fakes import FakePlane, connect, read_until, request_bytes, say
 from http_connections_harness import BODY, STREAM, read_response, starting_apis
 
+from sluice_router.api.http.http_api import HttpSettings
+from sluice_router.api.slow_readers import SlowReaderLimits
+
 
 @pytest.fixture
 async def plane():
@@ -128,6 +131,20 @@ async def test_body_that_is_not_packed_as_it_says_is_refused(start, plane, path,
         async with asyncio.timeout(5):
             assert await reader.read() == b""
     assert not plane.admitted
+
+
+def test_a_router_keeps_clients_to_these_limits():
+    assert HttpSettings() == HttpSettings(
+        max_body_bytes=8 * 1024 * 1024,
+        body_timeout_s=60,
+        max_header_bytes=16 * 1024,
+        header_timeout_s=10,
+        idle_timeout_s=75,
+        stream_interval_tokens=1,
+        comment_interval_s=10,
+        write_buffer_bytes=64 * 1024,
+        slow_readers=SlowReaderLimits(max_stream_bytes=256 * 1024, max_paused_s=30, max_total_bytes=64 * 1024 * 1024),
+    )
 
 
 async def test_headers_that_do_not_end_close_the_connection(start):

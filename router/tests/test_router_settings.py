@@ -96,6 +96,70 @@ def test_every_limit_is_an_option():
     assert len({limit.name for limit in LIMITS}) == len(LIMITS)
 
 
+def test_a_router_that_is_told_nothing_keeps_to_these_limits():
+    limits = parse_settings(NEEDED, {}).limits
+    assert {limit.name: limits[limit] for limit in LIMITS} == {
+        "silence_limit_s": 2,
+        "iteration_age_floor_s": 2,
+        "iteration_age_factor": 5,
+        "resume_grace_s": 0.3,
+        "claim_timeout_s": 1,
+        "hello_timeout_s": 10,
+        "wait_limit_s": 30,
+        "stream_wait_limit_s": 600,
+        "max_waiting": 4096,
+        "max_recoveries": 3,
+        "max_deaths": 2,
+        "max_moves_per_engine": 16,
+        "grant_timeout_s": 2,
+        "copy_timeout_s": 5,
+        "pull_timeout_s": 10,
+        "drain_retry_s": 0.25,
+        "ring_size": 32_768,
+        "num_samples": 4096,
+    }
+
+
+def test_a_router_that_is_told_nothing_listens_for_this_machine_alone_and_trusts_nobody():
+    settings = parse_settings(NEEDED, {})
+    assert (settings.host, settings.http_port, settings.grace_s, settings.share_ports) == ("127.0.0.1", 8000, 30, False)
+    assert (settings.grpc_port, settings.control_port, settings.metrics_port) == (0, 0, 0)
+    assert (settings.api_keys, settings.allowed_origins, settings.front_tls, settings.peer_tls) == ("", "", "", "")
+    assert (settings.jwt.jwt_keys, settings.jwt.jwt_owner_claim, settings.jwt.jwt_leeway_s) == ("", "sub", 30)
+
+
+@pytest.mark.parametrize(
+    ("option", "bound", "is_allowed"),
+    [
+        ("resume-grace-s", "0", True),
+        ("max-recoveries", "0", True),
+        ("ring-size", "0", True),
+        ("num-samples", "0", True),
+        ("iteration-age-factor", "1", True),
+        ("max-waiting", "1", True),
+        ("max-deaths", "1", True),
+        ("max-moves-per-engine", "1", True),
+        ("http-port", "65535", True),
+        ("grace-s", "0", True),
+        ("jwt-leeway-s", "300", True),
+        ("hello-timeout-s", "0", False),
+        ("wait-limit-s", "0", False),
+        ("claim-timeout-s", "0", False),
+        ("iteration-age-factor", "0.9", False),
+        ("max-waiting", "0", False),
+        ("max-deaths", "0", False),
+        ("jwt-leeway-s", "300.1", False),
+    ],
+)
+def test_options_may_have_their_bounds_and_nothing_beyond(option, bound, is_allowed):
+    arguments = [*NEEDED, f"--{option}", bound]
+    if is_allowed:
+        parse_settings(arguments, {})
+        return
+    with pytest.raises(ValidationError, match=option.replace("-", "_")):
+        parse_settings(arguments, {})
+
+
 def test_a_limit_that_no_option_changes_has_its_default():
     limits = parse_settings([*NEEDED, "--silence-limit-s", "9"], {}).limits
     changed = {limit.name: limits[limit] for limit in LIMITS if limits[limit] != limit.default}
