@@ -184,6 +184,14 @@ def test_a_peer_that_falls_silent_is_assumed_to_go_on() -> None:
     assert count_admitted(limiter, NOW + 1 + SILENCE_S) == 0
 
 
+def test_what_ran_on_a_router_that_is_silent_is_not_remembered() -> None:
+    limiter = make_limiter(num_routers=2, concurrent_requests=4)
+    limiter.peers["other"] = Peer(heard_s=NOW, owners={"alice": OwnerUsage(running=4)})
+    assert count_admitted(limiter, NOW + SILENCE_S) == 0
+    # It is assumed to run as many as this one.
+    assert count_admitted(limiter, NOW + SILENCE_S + 0.1) == 2
+
+
 # --- through the data plane
 
 

@@ -234,12 +234,16 @@ async def test_grace_is_limited(settings, tmp_path):
             assert (await answer.json())["error"]["code"] == "draining"
 
 
-async def test_broken_plan_file_is_no_reason_not_to_start(settings, tmp_path):
-    (tmp_path / "plan.json").write_text("{")
+@pytest.mark.parametrize("plan", ["{", '{"generation": "x"}', "{}", None], ids=["text", "field", "refused", "none"])
+async def test_broken_plan_file_is_no_reason_not_to_start(settings, tmp_path, caplog, plan):
+    (tmp_path / "plan.json").unlink()
+    if plan is not None:
+        (tmp_path / "plan.json").write_text(plan)
     async with running(settings) as server:
         status, text = await get(server, "/readyz")
         assert status == 503
         assert "no plan" in text
+        assert f"plan {tmp_path / 'plan.json'} is not applied" in caplog.text
 
 
 async def test_control_server_has_health_and_reflection(settings):

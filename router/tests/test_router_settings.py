@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import time
 
 import pytest
 from pydantic import ValidationError
@@ -12,6 +13,7 @@ import sluice_router
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, IterationShape, Role
 from sluice_core.scheduling.engine_table import EngineConfig
+from sluice_router import __main__ as program
 from sluice_router import errors
 from sluice_router.api.error_statuses import error_status_of
 from sluice_router.limit_type import Limit
@@ -61,6 +63,21 @@ def test_a_latency_profile_is_what_engines_start_with():
 def test_an_unknown_latency_profile_is_refused_by_name(value):
     with pytest.raises(ValidationError, match=r"latency_profile(?s:.)*known are"):
         parse_settings([*NEEDED, "--latency-profile", value], {})
+
+
+def test_a_router_serves_the_model_whose_id_it_was_told():
+    assert make_router(parse_settings([*NEEDED, "--model-id", "m7"], {})).state.model_id == "m7"
+
+
+def test_options_out_of_bounds_end_the_program_with_status_2(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["sluice_router", *NEEDED, "--http-port", "70000"])
+    assert program.main() == 2
+    assert "http_port" in capsys.readouterr().err
+
+
+def test_a_model_was_created_when_its_router_began():
+    begun_s = int(time.time())
+    assert begun_s <= make_router(parse_settings(NEEDED, {})).model.created_s <= time.time()
 
 
 def test_missing_option_is_refused(capsys):
