@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import json
 import ssl
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 import httpx
@@ -162,6 +163,42 @@ async def test_a_token_that_was_right_ends_with_its_time_and_with_its_key(tmp_pa
     assert verifier.find_owner(token) == "alice"
 
 
+async def test_a_token_that_was_right_counts_no_longer_than_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead_s = 0.0
+
+    class Later(dt.datetime):
+        @classmethod
+        def now(cls, tz: dt.tzinfo | None = None) -> Self:
+            return super().now(tz) + dt.timedelta(seconds=ahead_s)
+
+    monkeypatch.setattr("jwt.api_jwt.datetime", Later)
+    path = tmp_path / "keys"
+    path.write_bytes(make_key_set(one=ELLIPTIC))
+    verifier = JwtVerifier(make_settings(path), clock=lambda: time.time() + ahead_s)
+    await verifier.refresh()
+    token = make_token(ends_in_s=1000)
+    for each_s in (0.0, 900.0, 1000.0 + LEEWAY_S - 50.0):
+        ahead_s = each_s
+        assert verifier.find_owner(token) == "alice"
+    ahead_s = 1000.0 + LEEWAY_S + 50.0
+    with pytest.raises(UnauthenticatedError, match="expired"):
+        verifier.find_owner(token)
+
+
+async def test_a_token_of_a_key_that_was_withdrawn_counts_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(make_key_set(one=ELLIPTIC, three=OTHER))
+    verifier, token = JwtVerifier(make_settings(path)), make_token()
+    await verifier.refresh()
+    assert verifier.find_owner(token) == "alice"
+    path.write_bytes(make_key_set(three=OTHER))
+    await verifier.refresh()
+    with pytest.raises(UnauthenticatedError, match="its key is not the issuer's"):
+        verifier.find_owner(token)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -170,8 +207,9 @@ async def test_a_token_that_was_right_ends_with_its_time_and_with_its_key(tmp_pa
         (b"\xff", "cannot be read"),
         (b'{"keys": []}', "cannot be read"),
         (b'{"keys": [{"kty": "oct", "k": "c2VjcmV0", "kid": "one", "alg": "HS256"}]}', "no key for signatures"),
+        (make_key_set(one=ELLIPTIC).replace(b'"sig"', b'"enc"'), "no key for signatures"),
     ],
-    ids=["no file", "no keys", "no text", "an empty set", "a shared secret"],
+    ids=["no file", "no keys", "no text", "an empty set", "a shared secret", "a key to encrypt with"],
 )
 async def test_keys_that_cannot_be_read_let_nobody_in_and_old_ones_stay(tmp_path: Path, content, words) -> None:
     path = tmp_path / "keys"

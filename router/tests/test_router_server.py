@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
+import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server_harness import PD, get, make_settings, running, until_ready, write_engine_addresses
 
 from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc, sampling_pb2
-from sluice_router.server import TICK_S, ListenError, RouterServer
+from sluice_router.server import TICK_S, ListenError, RouterServer, serve
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -216,6 +218,17 @@ async def test_nothing_of_a_router_that_has_stopped_goes_on(settings):
     assert (
         left & {"tick", "health", "discovery", "keys and certificates", "report health", "sweep slow readers"} == set()
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_begins_the_shutdown(settings, number):
+    before = signal.getsignal(number)
+    serving_on = asyncio.create_task(serve(settings))
+    await until(lambda: signal.getsignal(number) is not before)
+    os.kill(os.getpid(), number)
+    async with asyncio.timeout(30):
+        await serving_on
+    asyncio.get_running_loop().remove_signal_handler(number)
 
 
 async def test_grace_is_limited(settings, tmp_path):
