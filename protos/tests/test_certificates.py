@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import ssl
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import pytest
@@ -22,9 +22,6 @@ from sluice.certificates import (
     read_certificates,
 )
 from sluice.grpc_credentials import PeerCheck, make_channel, make_server_credentials
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LONG_AGO = dt.datetime(2020, 1, 1, tzinfo=dt.UTC)
 SERVER, CLIENT = "server.ns.svc", "client.ns.svc"
@@ -139,6 +136,15 @@ def test_plain_files_are_followed_too_even_half_written(tmp_path: Path, authorit
     (tmp_path / "tls.key").write_bytes(new["tls.key"])
     assert folder.refresh()
     assert folder.current.names == ("b.svc",)
+
+
+def test_reading_a_certificate_leaves_no_file_open(tmp_path: Path, authority: trustme.CA) -> None:
+    mount_secret(tmp_path, make_files(authority, "a.svc"))
+    open_files = Path("/proc/self/fd")
+    before = len(list(open_files.iterdir()))
+    for _ in range(3):
+        read_certificates(tmp_path, is_mutual=True)
+    assert len(list(open_files.iterdir())) == before
 
 
 def test_the_same_certificate_in_another_version_is_no_news(

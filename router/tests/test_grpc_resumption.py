@@ -157,6 +157,23 @@ async def test_a_client_that_goes_while_the_first_part_is_written_does_not_come_
     assert (plane.cancelled, plane.detached) == ([("req-1", "client_gone")], [])
 
 
+async def test_a_client_that_goes_while_it_does_not_keep_up_is_no_slow_reader_any_more(text):
+    plane, readers, seen = FakePlane(), SlowReaders(SlowReaderLimits()), []
+
+    async def write(_part):
+        plane.emit("req-1", [71])
+        seen.append(len(readers))
+        raise asyncio.CancelledError
+
+    context = SimpleNamespace(invocation_metadata=lambda: (), time_remaining=lambda: None, write=write)
+    task = asyncio.create_task(RouterService(plane, text, EdgeMetrics(readers)).Generate(ask(), context))
+    await plane.wait(lambda: bool(plane.live))
+    plane.emit("req-1", [70])
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (seen, len(readers)) == ([1], 0)
+
+
 async def test_headers_of_http_are_refused_by_name(text):
     async with serving_two(text) as (first, _, (router, _other)):
         with pytest.raises(grpc.aio.AioRpcError) as caught:

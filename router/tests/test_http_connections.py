@@ -232,6 +232,27 @@ async def test_expectation_is_answered_before_the_body(start, plane, text):
         assert (await read_response(reader))[0] == 200
 
 
+async def test_answers_are_counted_by_status_and_reason_and_refusals_quote_200_characters_of_a_path(start, plane, text):
+    plane.script = say(text, "hello")
+    api, port = await start()
+    messages = []
+    async with connect(port) as (reader, writer):
+        for path, body in (
+            ("/v1/completions", BODY),
+            ("/v1/completions", {**BODY, "max_tokens": 0}),
+            ("/" + "x" * 300, BODY),
+        ):
+            writer.write(request_bytes(path, body))
+            _, _, answer = await read_response(reader)
+            messages.append(json.loads(answer).get("error", {}).get("message"))
+    assert messages[2] == f"POST /{'x' * 199} is not served by this router"
+    assert api.metrics.answers == {
+        ("http", "200", ""): 1,
+        ("http", "400", "invalid_value"): 1,
+        ("http", "404", "unsupported_endpoint"): 1,
+    }
+
+
 async def test_too_large_body_is_not_asked_for(start):
     _, port = await start(max_body_bytes=1024)
     async with connect(port) as (reader, writer):

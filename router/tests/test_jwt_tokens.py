@@ -415,5 +415,10 @@ def test_owners_beyond_so_many_share_a_label() -> None:
     labels = {metrics.label_owner(f"owner-{number}") for number in range(2 * MAX_OWNERS)}
     assert len(labels) == MAX_OWNERS + 1
     assert metrics.label_owner("owner-1") == "owner-1"
+    names = ("key_requests", "key_tokens", "key_limited")
+    for name in names:
+        for owner in ("owner-1", "owner-2"):
+            metrics.count(name, owner, "x")
     metrics.keep_owners({"owner-1"})
     assert metrics.label_owner("new") == "new"
+    assert [dict(metrics.counters[name]) for name in names] == [{("owner-1", "x"): 1}] * 3

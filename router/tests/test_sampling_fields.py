@@ -14,7 +14,7 @@ from sluice.wire_fields import constraint_names, optional_numbers, read_sampling
 from sluice_core.records import RequestId
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.grpc import grpc_fields
-from sluice_router.api.length_limits import check_num_characters
+from sluice_router.api.length_limits import check_num_characters, limit_output
 from sluice_router.api.objectives import RequestObjectives
 from sluice_router.api.openai_requests import (
     MAX_STRUCTURE_CHARACTERS,
@@ -170,6 +170,36 @@ def test_a_schema_may_be_as_long_as_the_limit_and_no_longer(excess):
     with pytest.raises(FieldError, match="guided_json: at most 65536 characters, not 65537") as caught:
         check_constraint(constraint)
     assert caught.value.field == "guided_json"
+
+
+@pytest.mark.parametrize(
+    ("asked", "default", "owner_limit", "room", "max_tokens"),
+    [
+        (None, 16, None, 400, 16),
+        (None, 16, 99, 400, 16),
+        (None, 16, 5, 400, 5),
+        (None, None, 99, 400, 99),
+        (None, None, 500, 400, 400),
+        (None, None, None, 400, 400),
+        (7, 16, 7, 400, 7),
+        (20, 16, None, 400, 20),
+        (None, None, None, None, 16),
+        (None, 33, None, None, 33),
+        (None, 33, 9, None, 9),
+        (99, 33, None, None, 99),
+    ],
+)
+def test_an_output_is_as_long_as_client_model_and_owner_let_it_be(asked, default, owner_limit, room, max_tokens):
+    length = limit_output(
+        check(CompletionBody, {"prompt": "x", "max_tokens": asked}),
+        "prompt",
+        [1] * 100,
+        default_tokens=default,
+        owner="alice",
+        owner_limit_tokens=owner_limit,
+        max_model_len_tokens=None if room is None else 100 + room,
+    )
+    assert length == max_tokens
 
 
 @pytest.mark.parametrize("excess", [0, 1])
