@@ -51,6 +51,17 @@ async def test_file_that_has_not_changed_is_not_read_again(tmp_path):
     assert await discovery.find() == {"127.0.0.1:2"}
 
 
+async def test_file_that_another_one_replaced_is_read_though_size_and_time_are_the_same(tmp_path):
+    path, other = tmp_path / "engines.json", tmp_path / "other.json"
+    for each, text in ((path, '["127.0.0.1:1"]'), (other, '["127.0.0.1:2"]')):
+        each.write_text(text)
+        os.utime(each, ns=(7, 7))
+    discovery = FileDiscovery(path)
+    assert await discovery.find() == {"127.0.0.1:1"}
+    other.replace(path)
+    assert await discovery.find() == {"127.0.0.1:2"}
+
+
 async def test_file_that_could_not_be_read_is_read_again_though_it_has_not_changed(tmp_path, monkeypatch):
     path = tmp_path / "engines.json"
     path.write_text('["127.0.0.1:1"]')

@@ -253,6 +253,22 @@ async def test_answers_are_counted_by_status_and_reason_and_refusals_quote_200_c
     }
 
 
+@pytest.mark.parametrize("excess", [0, 1])
+async def test_path_and_headers_may_have_as_many_bytes_as_the_limit_and_no_more(start, excess):
+    _, port = await start(max_header_bytes=100)
+    # A header counts with its colon, space and line end.
+    path = "/livez?".ljust(100 - len("Host: x\r\n") + excess, "a")
+    async with connect(port) as (reader, writer):
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        status, _, body = await read_response(reader)
+    if not excess:
+        assert status == 200
+        return
+    error = json.loads(body)["error"]
+    assert (status, error["code"]) == (400, "headers_too_large")
+    assert error["message"] == "the request's headers have 101 bytes; the limit is 100"
+
+
 async def test_too_large_body_is_not_asked_for(start):
     _, port = await start(max_body_bytes=1024)
     async with connect(port) as (reader, writer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_core.records import EngineId
+from sluice_router.api.control_service import ControlService
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import EngineFaultError, InvalidRequestError, QueueFullError
@@ -277,6 +280,25 @@ def test_finished_requests_are_news_once_a_second():
     harness.clock.advance(1)
     harness.router.tick()
     assert harness.state.status.version == version + 1
+
+
+async def test_a_poll_waits_as_long_as_it_asks_for_and_a_minute_at_most(monkeypatch):
+    router, waits = Harness({"d0": "D"}).router, []
+
+    @contextlib.asynccontextmanager
+    async def end_at_once(delay_s: float):
+        waits.append(delay_s)
+        raise TimeoutError
+        yield
+
+    monkeypatch.setattr(asyncio, "timeout", end_at_once)
+    version = router.describe().version
+    for timeout_s in (-1.0, 5.0, 60.0, 1000.0):
+        request = control_pb2.GetStatusRequest(after_version=version, timeout_s=timeout_s)
+        assert (await ControlService(router).GetStatus(request, None)).version == version
+    # Without a version it waits for nothing.
+    await ControlService(router).GetStatus(control_pb2.GetStatusRequest(timeout_s=5.0), None)
+    assert waits == [0.0, 5.0, 60.0, 60.0]
 
 
 def test_new_transport_of_an_engine_is_news():

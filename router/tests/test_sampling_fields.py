@@ -202,6 +202,15 @@ def test_an_output_is_as_long_as_client_model_and_owner_let_it_be(asked, default
     assert length == max_tokens
 
 
+def test_the_reason_of_a_refused_grammar_is_one_line_of_200_characters():
+    grammar = f"start: {'n' * 300}\nn: /a/\n"
+    with pytest.raises(FieldError, match="guided_grammar: cannot be compiled: ") as caught:
+        check_constraint(("guided_grammar", "grammar", grammar))
+    reason = str(caught.value).partition("cannot be compiled: ")[2].rpartition(", in ")[0]
+    assert len(reason) == 200
+    assert "\n" not in reason
+
+
 @pytest.mark.parametrize("excess", [0, 1])
 def test_a_prompt_may_have_as_many_characters_as_can_fit_and_no_more(excess):
     if not excess:
