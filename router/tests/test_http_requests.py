@@ -8,6 +8,12 @@ import pytest
 from edge_fakes import FakePlane, say
 from http_requests_harness import make_chat, make_completion, serving_client
 
+from sluice_core.records import RequestId
+from sluice_router.api.objectives import read_objectives
+from sluice_router.api.openai_requests import FieldError
+from sluice_router.api.request_ids import check_request_id, choose_shown_id
+from sluice_router.scheduling.requests import ServedModel
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -80,6 +86,16 @@ async def test_output_may_fill_the_models_length_exactly(client, plane, text, pa
     assert (await client.post(path, json=body)).status_code == 200
     assert len(plane.admitted[0].prompt_token_ids) == 512 - room
     assert plane.admitted[0].sampling.max_tokens == max_tokens
+
+
+@pytest.mark.parametrize(("engines_say", "length"), [(40, 40), (600, 600), (0, 512)])
+async def test_engines_say_how_long_the_model_is_and_its_files_while_there_are_none(client, plane, engines_say, length):
+    plane.model = ServedModel(name="tiny", max_model_len_tokens=engines_say, created_s=0)
+    await client.post("/v1/chat/completions", json=make_chat())
+    [request] = plane.admitted
+    assert len(request.prompt_token_ids) + request.sampling.max_tokens == length
+    refused = await client.post("/v1/completions", json=make_completion(prompt=[1] * length))
+    assert f"the model's limit is {length} tokens" in refused.json()["error"]["message"]
 
 
 async def test_all_sampling_fields_reach_the_data_plane(client, plane):
@@ -376,6 +392,21 @@ AT_THEIR_LIMITS = {
 async def test_values_at_their_limits_are_accepted(client, field, end):
     response = await client.post("/v1/completions", json=make_completion(**{field: AT_THEIR_LIMITS[field][end]}))
     assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_names_in_headers_may_be_as_long_as_their_limits_and_no_longer(excess):
+    request_id, slo_class = "r" * (128 + excess), "c" * (256 + excess)
+    assert choose_shown_id(request_id, RequestId("req-1")) == ("req-1" if excess else request_id)
+    headers = {"X-Sluice-Slo-Class": slo_class, "x-sluice-slo-class": slo_class}
+    if not excess:
+        assert check_request_id("x-request-id", request_id) == request_id
+        assert read_objectives(headers, None).slo_class == slo_class
+        return
+    with pytest.raises(FieldError, match="x-request-id: at most 128 characters, not 129"):
+        check_request_id("x-request-id", request_id)
+    with pytest.raises(FieldError, match="x-sluice-slo-class: at most 256 characters, not 257"):
+        read_objectives(headers, None)
 
 
 @pytest.mark.parametrize(("ttft_ms", "tpot_ms", "priority"), [("1", "1", "-1000"), ("600000", "60000", "1000")])

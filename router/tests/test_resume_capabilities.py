@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
-from sluice.v1 import resume_pb2, sampling_pb2
+from sluice.v1 import engine_pb2, resume_pb2, sampling_pb2
 from sluice_core.records import RequestId
 from sluice_router.api.choices import PreparedRequest
+from sluice_router.api.http.http_resumption import asks_for_resumable
 from sluice_router.api.openai_requests import FieldError
-from sluice_router.api.resumption.answer_states import AnswerIdentity, make_resumable
-from sluice_router.scheduling.requests import NewRequest
+from sluice_router.api.resumption.answer_states import AnswerIdentity, make_resumable, read_state, restore_request
+from sluice_router.scheduling.requests import FoundRequest, NewRequest
 from sluice_router.security.resume_capabilities import derive_resume_key, is_capability, make_capability
 from sluice_router.text.output import OutputSettings
 
@@ -57,3 +59,65 @@ def test_what_engines_keep_of_an_answer_has_16_kib_at_most(excess):
         return
     with pytest.raises(FieldError, match="stop: a resumable answer's stop strings have less than 16384 bytes"):
         make(length + 1)
+
+
+def test_a_request_is_restored_as_it_was_admitted():
+    sampling = sampling_pb2.SamplingParams(max_tokens=9, min_tokens=2, num_logprobs=3, stop_token_ids=[7, 8])
+    request = NewRequest(
+        request_id=RequestId("r"),
+        prompt_token_ids=array("I", [1, 2]),
+        sampling=sampling,
+        slo_class="batch",
+        ttft_slo_s=2.0,
+        tpot_slo_s=0.5,
+        priority=-3,
+        arrival_s=100.0,
+        client_request_id="mine",
+        owner="alice",
+        cache_salt="salt",
+    )
+    output = OutputSettings(
+        stops=("a", "b"),
+        is_stop_included=True,
+        hidden_token_ids=frozenset({7, 8}),
+        skip_special_tokens=False,
+        min_tokens=2,
+        num_logprobs=3,
+        returns_token_ids=True,
+    )
+    identity = AnswerIdentity(
+        form=resume_pb2.ANSWER_FORM_CHAT, answer_id="chatcmpl-1", created_s=5, model="tiny", includes_usage=True
+    )
+    begun, capability = make_resumable(PreparedRequest(request=request, output=output), identity, "shown")
+    assert begun.request.resume_key == derive_resume_key(capability, "alice", "shown")
+    submit = engine_pb2.Submit(
+        request_id="r",
+        prompt_token_ids=[1, 2],
+        sampling=sampling,
+        ttft_slo_s=2.0,
+        tpot_slo_s=0.5,
+        priority=-3,
+        age_s=30.0,
+        cache_salt="salt",
+        resume_key=begun.request.resume_key,
+        resume_state=begun.request.resume_state,
+    )
+    found = FoundRequest(submit=submit, output_token_ids=array("I"), elapsed_s=4.0, num_tokens_before=0)
+    state = read_state(found, resume_pb2.ANSWER_FORM_CHAT)
+    assert (state.answer_id, state.created_s, state.model, state.includes_usage) == ("chatcmpl-1", 5, "tiny", True)
+    restored = restore_request(found, state, 134.0, 150.0)
+    assert restored.output == output
+    assert restored.request == replace(begun.request, deadline_s=150.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"), [(None, False), ("true", True), (" True ", True), ("FALSE", False), ("false", False)]
+)
+def test_a_client_asks_for_a_stream_that_it_can_go_on_with(value, wanted):
+    assert asks_for_resumable({} if value is None else {"x-sluice-resumable": value}) is wanted
+
+
+@pytest.mark.parametrize("value", ["", "1", "yes", "truer"])
+def test_neither_true_nor_false_is_refused(value):
+    with pytest.raises(FieldError, match="x-sluice-resumable: true or false, not"):
+        asks_for_resumable({"x-sluice-resumable": value})

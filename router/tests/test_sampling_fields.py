@@ -172,6 +172,15 @@ def test_a_schema_may_be_as_long_as_the_limit_and_no_longer(excess):
     assert caught.value.field == "guided_json"
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_alternatives_need_logprobs_even_where_there_are_none(number):
+    chat = {"messages": [{"role": "user", "content": "x"}], "top_logprobs": number}
+    assert check(ChatBody, {**chat, "logprobs": True}).num_logprobs == number
+    for logprobs in ({}, {"logprobs": False}):
+        with pytest.raises(FieldError, match="top_logprobs is only allowed when logprobs is true"):
+            check(ChatBody, {**chat, **logprobs})
+
+
 @pytest.mark.parametrize(
     ("asked", "default", "owner_limit", "room", "max_tokens"),
     [
