@@ -72,15 +72,16 @@ def test_request_without_a_plan_gets_retry_after():
     harness = Harness(ONE, plan=False)
     with pytest.raises(NoEngineError) as caught:
         harness.admit()
-    assert caught.value.retry_after_s
+    assert caught.value.retry_after_s == 1.0
 
 
 def test_request_at_shutdown_gets_retry_after():
     harness = Harness(ONE)
     harness.router.stop_accepting()
     assert not harness.router.is_ready
-    with pytest.raises(ShuttingDownError):
+    with pytest.raises(ShuttingDownError) as caught:
         harness.admit()
+    assert caught.value.retry_after_s == 1.0
 
 
 @pytest.mark.parametrize("num_routers", [1, 2, 4])

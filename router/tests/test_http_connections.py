@@ -226,6 +226,8 @@ async def test_expectation_is_answered_before_the_body(start, plane, text):
     _, port = await start()
     head, _, body = request_bytes("/v1/completions", BODY, {"Expect": "100-continue"}).partition(b"\r\n\r\n")
     async with connect(port) as (reader, writer):
+        writer.write(head.replace(b"100-continue", b"tea") + b"\r\n\r\n" + body)
+        assert json.loads((await read_response(reader))[2])["error"]["code"] == "expectation_failed"
         writer.write(head + b"\r\n\r\n")
         assert await read_until(reader, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(body)

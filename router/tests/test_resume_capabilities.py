@@ -13,6 +13,8 @@ from sluice_router.api.choices import PreparedRequest
 from sluice_router.api.http.http_resumption import asks_for_resumable
 from sluice_router.api.openai_requests import FieldError
 from sluice_router.api.resumption.answer_states import AnswerIdentity, make_resumable, read_state, restore_request
+from sluice_router.api.resumption.claimed_answers import prepare_found
+from sluice_router.errors import NoEngineError, UnknownStreamError
 from sluice_router.scheduling.requests import FoundRequest, NewRequest
 from sluice_router.security.resume_capabilities import derive_resume_key, is_capability, make_capability
 from sluice_router.text.output import OutputSettings
@@ -121,3 +123,32 @@ def test_a_client_asks_for_a_stream_that_it_can_go_on_with(value, wanted):
 def test_neither_true_nor_false_is_refused(value):
     with pytest.raises(FieldError, match="x-sluice-resumable: true or false, not"):
         asks_for_resumable({"x-sluice-resumable": value})
+
+
+@pytest.mark.parametrize(("num_tokens", "known", "goes_on_at"), [(1, 3, 3), (1, 5, 5), (3, 3, 3), (0, 0, 0), (5, 0, 5)])
+def test_tokens_whose_logprobs_are_lost_are_made_once_more(num_tokens, known, goes_on_at):
+    submit = engine_pb2.Submit(sampling=sampling_pb2.SamplingParams(num_logprobs=1))
+    logprobs = {index: engine_pb2.TokenLogprobs() for index in range(known)}
+    found = FoundRequest(
+        submit=submit, output_token_ids=array("I", range(5)), elapsed_s=0.0, num_tokens_before=0, logprobs=logprobs
+    )
+    prepared = prepare_found(found, num_tokens)
+    assert list(prepared.output_token_ids) == list(range(goes_on_at))
+    assert (prepared.ended is not None) is (goes_on_at < 5)
+
+
+@pytest.mark.parametrize(
+    ("is_certain", "error", "retry_after_s"), [(True, UnknownStreamError, None), (False, NoEngineError, 1.0)]
+)
+def test_a_client_that_has_more_than_anybody_knows_does_not_go_on(is_certain, error, retry_after_s):
+    found = FoundRequest(
+        submit=engine_pb2.Submit(),
+        output_token_ids=array("I", range(5)),
+        elapsed_s=0.0,
+        num_tokens_before=0,
+        is_certain=is_certain,
+    )
+    assert prepare_found(found, 5) is found
+    with pytest.raises(error) as caught:
+        prepare_found(found, 6)
+    assert caught.value.retry_after_s == retry_after_s

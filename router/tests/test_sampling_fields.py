@@ -112,6 +112,16 @@ async def test_special_tokens_are_added_to_completions_and_templates_write_them(
     assert (request.prompt_token_ids[0] == 0) is has_bos
 
 
+@pytest.mark.parametrize(("prompt", "number"), [("x", 1), ([5, 6], 0), (["x", "y"], 2)])
+async def test_the_time_of_each_text_that_is_tokenized_is_measured(text, prompt, number):
+    metrics = EdgeMetrics(SlowReaders(SlowReaderLimits()))
+    caller = Caller(arrival_s=0.0, objectives=RequestObjectives(), request_id=RequestId("req-1"))
+    preparer = RequestPreparer(FakePlane(), text, metrics)
+    await preparer.prepare_completion(check(CompletionBody, {"prompt": prompt}), caller)
+    assert sum(metrics.tokenize_s.counts) == number
+    assert bool(metrics.tokenize_s.total) is bool(number)
+
+
 @pytest.mark.parametrize(("asked", "max_tokens"), [(None, 33), (40, 40)])
 async def test_model_says_how_long_outputs_are_unless_the_client_does(text_with_bos, asked, max_tokens):
     body = check(CompletionBody, {"prompt": "x", "max_tokens": asked})

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from sluice.v1 import engine_pb2
+from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.text.output import Output, OutputSettings
 
@@ -30,6 +31,14 @@ def test_memory_of_what_has_not_gone_out_is_estimated(text, words, settings, tex
     assert output.num_bytes == text_bytes + token_bytes * len(ids)
     assert output.take().text == words
     assert output.num_bytes == 0
+
+
+@pytest.mark.parametrize(("min_tokens", "ends_at"), [(0, 2), (1, 2), (2, 4), (3, 4), (4, None)])
+def test_a_stop_string_counts_where_it_ends_behind_the_least_number_of_tokens(text, min_tokens, ends_at):
+    one, other = (text.encode_now(letter, add_special_tokens=False)[0] for letter in "ab")
+    output = Output(text, OutputSettings(stops=("b",), min_tokens=min_tokens))
+    ends = [output.push(token_id, None) for token_id in (one, other, one, other)]
+    assert next((end for end in ends if end is not None), None) == ends_at
 
 
 @dataclass(eq=False)
@@ -72,3 +81,10 @@ def test_the_largest_are_shed_until_all_together_hold_no_more_than_the_limit():
     readers.sweep(0.0)
     assert [reader.is_shed for reader in held] == [False, True, True, False]
     assert (len(readers), readers.num_shed) == (2, {"total_bytes": 2})
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in EdgeMetrics(readers).collect()
+        for sample in family.samples
+    }
+    assert samples["sluice_slow_readers",] == 2
+    assert samples["sluice_slow_readers_shed_total", "total_bytes"] == 2
