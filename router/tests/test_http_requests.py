@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from edge_fakes import FakePlane, say
@@ -10,7 +11,7 @@ from http_requests_harness import make_chat, make_completion, serving_client
 
 from sluice_core.records import RequestId
 from sluice_router.api.objectives import read_objectives
-from sluice_router.api.openai_requests import FieldError
+from sluice_router.api.openai_requests import FieldError, SluiceOptions
 from sluice_router.api.request_ids import check_request_id, choose_shown_id
 from sluice_router.scheduling.requests import ServedModel
 
@@ -42,6 +43,32 @@ async def test_last_given_objective_wins(client, plane):
     await client.post("/v1/completions", json=make_completion())
     seen = [(r.ttft_slo_s, r.tpot_slo_s, r.slo_class, r.priority) for r in plane.admitted]
     assert seen == [(0.5, 0.07, "chat", 3), (0.5, 0.08, "batch", -2), (None, None, "", None)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_names_the_model_that_is_served_though_nobody_asked_for_it(client, stream):
+    begun_s = int(time.time())
+    answer = (await client.post("/v1/completions", json={"prompt": "hi", "stream": stream})).text
+    first = json.loads(answer.removeprefix("data: ").partition("\n\n")[0])
+    assert first["model"] == "tiny"
+    assert begun_s <= first["created"] <= time.time()
+
+
+@pytest.mark.parametrize("field", [None, "slo_ttft_ms", "slo_tpot_ms", "slo_class", "priority"])
+def test_the_body_wins_over_the_headers_each_field_on_its_own(field):
+    headers = {
+        "x-sluice-slo-ttft-ms": "1000",
+        "x-sluice-slo-tpot-ms": "2000",
+        "x-sluice-slo-class": "header",
+        "x-sluice-priority": "3",
+    }
+    given = {"slo_ttft_ms": 4000, "slo_tpot_ms": 5000, "slo_class": "", "priority": 0}
+    options = None if field is None else SluiceOptions(**{field: given[field]})
+    expected = {"slo_ttft_ms": 1.0, "slo_tpot_ms": 2.0, "slo_class": "header", "priority": 3}
+    if field is not None:
+        expected[field] = {**given, "slo_ttft_ms": 4.0, "slo_tpot_ms": 5.0}[field]
+    found = read_objectives(headers, options)
+    assert [found.ttft_slo_s, found.tpot_slo_s, found.slo_class, found.priority] == list(expected.values())
 
 
 async def test_seed_of_minus_one_is_none(client, plane):
@@ -94,6 +121,7 @@ async def test_engines_say_how_long_the_model_is_and_its_files_while_there_are_n
     await client.post("/v1/chat/completions", json=make_chat())
     [request] = plane.admitted
     assert len(request.prompt_token_ids) + request.sampling.max_tokens == length
+    assert (await client.get("/v1/models/tiny")).json()["max_model_len"] == length
     refused = await client.post("/v1/completions", json=make_completion(prompt=[1] * length))
     assert f"the model's limit is {length} tokens" in refused.json()["error"]["message"]
 

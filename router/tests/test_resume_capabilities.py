@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from dataclasses import replace
 
 import pytest
+from edge_fakes import FakePlane
 
 from sluice.v1 import engine_pb2, resume_pb2, sampling_pb2
 from sluice_core.records import RequestId
@@ -13,9 +15,9 @@ from sluice_router.api.choices import PreparedRequest
 from sluice_router.api.http.http_resumption import asks_for_resumable
 from sluice_router.api.openai_requests import FieldError
 from sluice_router.api.resumption.answer_states import AnswerIdentity, make_resumable, read_state, restore_request
-from sluice_router.api.resumption.claimed_answers import prepare_found
+from sluice_router.api.resumption.claimed_answers import claim_answer, prepare_found
 from sluice_router.errors import NoEngineError, UnknownStreamError
-from sluice_router.scheduling.requests import FoundRequest, NewRequest
+from sluice_router.scheduling.requests import ClaimTaker, FoundRequest, NewRequest
 from sluice_router.security.resume_capabilities import derive_resume_key, is_capability, make_capability
 from sluice_router.text.output import OutputSettings
 
@@ -152,3 +154,20 @@ def test_a_client_that_has_more_than_anybody_knows_does_not_go_on(is_certain, er
     with pytest.raises(error) as caught:
         prepare_found(found, 6)
     assert caught.value.retry_after_s == retry_after_s
+
+
+class SlowPlane(FakePlane):
+    """Answers claims when the test does."""
+
+    def claim(self, key: bytes, taker: ClaimTaker) -> None:
+        self.taker = taker
+
+
+async def test_an_answer_that_is_found_for_nobody_any_more_does_no_harm():
+    plane = SlowPlane()
+    claiming = asyncio.create_task(claim_answer(plane, "a" * 32, "mine", "", "x-sluice-resume"))
+    await asyncio.sleep(0)
+    claiming.cancel()
+    await asyncio.wait([claiming])
+    plane.taker(UnknownStreamError("nobody has it"))
+    assert claiming.cancelled()

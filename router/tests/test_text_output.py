@@ -41,6 +41,16 @@ def test_a_stop_string_counts_where_it_ends_behind_the_least_number_of_tokens(te
     assert next((end for end in ends if end is not None), None) == ends_at
 
 
+@pytest.mark.parametrize("is_included", [False, True])
+def test_a_token_that_ends_the_output_is_shown_where_that_is_asked_for(text, is_included):
+    one, other = (text.encode_now(letter, add_special_tokens=False)[0] for letter in "ab")
+    settings = OutputSettings(hidden_token_ids=frozenset({other}), is_stop_included=is_included)
+    output = Output(text, settings)
+    for token_id in (one, other):
+        output.push(token_id, None)
+    assert output.take_text() == ("ab" if is_included else "a")
+
+
 @dataclass(eq=False)
 class Reader:
     """A client that does not keep up."""
