@@ -26,11 +26,14 @@ from sluice_router.api.openai_requests import (
     StructuredOutputs,
     check,
 )
-from sluice_router.api.request_building import Caller
+from sluice_router.api.request_building import Caller, NewRequestBuilder
 from sluice_router.api.request_preparation import RequestPreparer
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.api.structured_output import check_constraint, find_constraint
-from sluice_router.text.tokenizer import ModelText
+from sluice_router.errors import ModelNotFoundError
+from sluice_router.scheduling.requests import ServedModel
+from sluice_router.text.chat_template import ChatTemplate
+from sluice_router.text.tokenizer import GenerationDefaults, ModelText
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -180,6 +183,62 @@ def test_a_schema_may_be_as_long_as_the_limit_and_no_longer(excess):
     with pytest.raises(FieldError, match="guided_json: at most 65536 characters, not 65537") as caught:
         check_constraint(constraint)
     assert caught.value.field == "guided_json"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [('{"a": 1}', "{'a': 1}"), ({"a": 1}, "{'a': 1}"), ("", "{}"), ("no JSON", "no JSON")]
+)
+async def test_templates_get_arguments_of_calls_as_objects_where_they_are(tmp_path, given, shown):
+    write_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].tool_calls[0].function.arguments }}")
+    model = ModelText.load(tmp_path)
+    call = {"type": "function", "function": {"name": "f", "arguments": given}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    request = await prepare_request(check(ChatBody, {"messages": [message]}), model)
+    model.close()
+    assert "".join(model.decode_token(token_id)[0] for token_id in request.prompt_token_ids) == shown
+
+
+def test_a_template_is_told_of_no_tools_and_documents_where_there_are_none():
+    template = ChatTemplate({"default": "{{ tools is none }} {{ documents is none }}"}, {})
+    assert template.render([], tools=[]) == template.render([]) == "True True"
+
+
+@pytest.mark.parametrize("served", ["tiny", ""])
+@pytest.mark.parametrize("asked", ["tiny", "other", "", None])
+async def test_another_model_than_the_one_that_is_served_is_refused(text, served, asked):
+    plane = FakePlane()
+    plane.model = ServedModel(name=served, max_model_len_tokens=512, created_s=0)
+    preparer = RequestPreparer(plane, text, EdgeMetrics(SlowReaders(SlowReaderLimits())))
+    if not (served and asked == "other"):
+        preparer.check_model(asked)
+        return
+    with pytest.raises(ModelNotFoundError, match="model 'other' does not exist; this router serves 'tiny'") as caught:
+        preparer.check_model(asked)
+    assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize(("owner", "max_tokens"), [("alice", 5), ("bob", 16), ("", 16)])
+async def test_an_output_is_no_longer_than_its_owner_may_ask_for(text, owner, max_tokens):
+    plane = FakePlane()
+    plane.output_limits = {"alice": 5}
+    preparer = RequestPreparer(plane, text, EdgeMetrics(SlowReaders(SlowReaderLimits())))
+    caller = Caller(
+        arrival_s=0.0,
+        objectives=RequestObjectives(),
+        request_id=RequestId("req-1"),
+        default_output_tokens=16,
+        owner=owner,
+    )
+    [prepared] = await preparer.prepare_completion(check(CompletionBody, {"prompt": "x"}), caller)
+    assert prepared.request.sampling.max_tokens == max_tokens
+
+
+def test_the_first_token_id_beyond_the_vocabulary_is_named():
+    builder = NewRequestBuilder(GenerationDefaults(vocabulary_tokens=10))
+    builder.check_token_ids("prompt", [0, 9])
+    with pytest.raises(FieldError, match=r"prompt\[1\]: token ids are below 10, not 10"):
+        builder.check_token_ids("prompt", [9, 10, 12, 11])
 
 
 @pytest.mark.parametrize("number", [0, 1])
