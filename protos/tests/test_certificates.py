@@ -123,6 +123,7 @@ def test_a_new_version_is_in_force_and_a_bad_one_is_not(
     mount_secret(tmp_path, make_files(authority, "c.svc"))
     assert folder.refresh()
     assert folder.current.names == ("c.svc",)
+    assert "new certificate for c.svc until" in caplog.text
     assert "canary" not in caplog.text
 
 

@@ -144,19 +144,24 @@ def test_a_key_of_two_owners_is_the_first_ones(tmp_path: Path, caplog: pytest.Lo
 @pytest.mark.parametrize(
     "files", [None, {}, {"alice": b"\n"}, {"alice": b"short"}], ids=["none", "no files", "nothing", "no use"]
 )
-def test_without_keys_nobody_is_let_in_until_there_are_some(tmp_path: Path, files: dict[str, bytes] | None) -> None:
+def test_without_keys_nobody_is_let_in_until_there_are_some(
+    tmp_path: Path, files: dict[str, bytes] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     folder = tmp_path / "keys"
     if files is not None:
         mount_secret(folder, files)
     keys = ApiKeys(folder)
     assert str(folder) in keys.fault
     assert "all are refused" in keys.fault
+    assert keys.fault in caplog.text
     for header in (None, "Bearer ", "Bearer short", f"Bearer {ALICE}"):
         with pytest.raises(KeysUnavailableError):
             keys.find_owner(header)
     mount_secret(folder, {"alice": ALICE.encode()})
     assert keys.refresh()
     assert keys.fault == ""
+    assert "1 keys of 1 owners are in force" in caplog.text
     assert keys.find_owner(f"Bearer {ALICE}") == "alice"
     mount_secret(folder, {})
     assert keys.refresh()

@@ -91,7 +91,7 @@ async def test_name_is_resolved():
     ],
     ids=["several", "IPv6", "a Service without pods", "a name without addresses", "nobody knows"],
 )
-async def test_answers_of_the_name_server(monkeypatch, answer, addresses):
+async def test_answers_of_the_name_server(monkeypatch, caplog, answer, addresses):
     class Loop:
         async def getaddrinfo(self, host, port, *, type):  # noqa: A002 - asyncio's name
             assert (host, port, type) == ("engines.ns.svc", 50051, socket.SOCK_STREAM)
@@ -101,6 +101,8 @@ async def test_answers_of_the_name_server(monkeypatch, answer, addresses):
 
     monkeypatch.setattr(asyncio, "get_running_loop", Loop)
     assert await DnsDiscovery("engines.ns.svc", 50051).find() == addresses
+    # A Service without pods is nothing to speak of.
+    assert ("engines.ns.svc" in caplog.text) is (addresses is None)
 
 
 def test_kinds():

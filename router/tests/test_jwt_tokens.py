@@ -211,18 +211,23 @@ async def test_a_token_of_a_key_that_was_withdrawn_counts_no_more(tmp_path: Path
     ],
     ids=["no file", "no keys", "no text", "an empty set", "a shared secret", "a key to encrypt with"],
 )
-async def test_keys_that_cannot_be_read_let_nobody_in_and_old_ones_stay(tmp_path: Path, content, words) -> None:
+async def test_keys_that_cannot_be_read_let_nobody_in_and_old_ones_stay(
+    tmp_path: Path, content, words, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     path = tmp_path / "keys"
     if content is not None:
         path.write_bytes(content)
     verifier = JwtVerifier(make_settings(path))
     await verifier.refresh()
     assert words in verifier.fault
+    assert f"{path.as_uri()} cannot be read" in caplog.text
     with pytest.raises(KeysUnavailableError):
         verifier.find_owner(make_token())
     path.write_bytes(make_key_set(one=ELLIPTIC))
     await verifier.refresh()
     assert not verifier.fault
+    assert caplog.text.count("keys of tokens: 1 are in force") == 1
     path.write_bytes(b"")
     await verifier.refresh()
     assert not verifier.fault

@@ -43,6 +43,14 @@ def test_each_router_answers_by_the_name_of_its_model() -> None:
     assert make_harness("", both).router.model.name == "of routers that know no id"
 
 
+def test_engines_of_the_other_model_are_not_asked_for_an_answer() -> None:
+    for model_id, engines in (("old", {"old0", "old1"}), ("new", {"new0"}), ("", set(ROLES))):
+        harness = make_harness(model_id)
+        harness.router.claim(b"key", [].append)
+        asked = {name for name, messages in harness.down.items() for message in messages if message.claims}
+        assert asked == engines
+
+
 def test_an_engine_of_the_other_model_is_reported_as_that_and_as_no_fault_of_its_own() -> None:
     states = {
         engine.engine_id: (engine.state, engine.serves_other_model)

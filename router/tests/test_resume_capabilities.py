@@ -12,14 +12,18 @@ from edge_fakes import FakePlane
 from sluice.v1 import engine_pb2, resume_pb2, sampling_pb2
 from sluice_core.records import RequestId
 from sluice_router.api.choices import PreparedRequest
-from sluice_router.api.http.http_resumption import asks_for_resumable
+from sluice_router.api.http.answer_progress import AnswerProgress
+from sluice_router.api.http.http_resumption import OngoingAnswer, asks_for_resumable
+from sluice_router.api.http.response_streams import ResumableStream
 from sluice_router.api.openai_requests import FieldError
+from sluice_router.api.openai_responses import CompletionFormat
 from sluice_router.api.resumption.answer_states import AnswerIdentity, make_resumable, read_state, restore_request
 from sluice_router.api.resumption.claimed_answers import claim_answer, prepare_found
-from sluice_router.errors import NoEngineError, UnknownStreamError
+from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
+from sluice_router.errors import NoEngineError, TakenOverError, UnknownStreamError
 from sluice_router.scheduling.requests import ClaimTaker, FoundRequest, NewRequest
 from sluice_router.security.resume_capabilities import derive_resume_key, is_capability, make_capability
-from sluice_router.text.output import OutputSettings
+from sluice_router.text.output import Output, OutputSettings
 
 
 def test_capabilities_differ_and_have_their_form():
@@ -171,3 +175,37 @@ async def test_an_answer_that_is_found_for_nobody_any_more_does_no_harm():
     await asyncio.wait([claiming])
     plane.taker(UnknownStreamError("nobody has it"))
     assert claiming.cancelled()
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_a_client_that_goes_behind_the_end_lets_another_connection_go_on(text, *, is_over: bool):
+    plane, progress, settings = FakePlane(), AnswerProgress(1, 1), OutputSettings()
+    readers = SlowReaders(SlowReaderLimits())
+    answer = CompletionFormat(
+        answer_id="cmpl-1",
+        index=0,
+        created_s=1,
+        model="tiny",
+        settings=settings,
+        text=text,
+        includes_usage=False,
+        prompt_token_ids=None,
+    )
+    stream = ResumableStream(
+        Output(text, settings),
+        answer,
+        progress,
+        0,
+        slow_readers=readers,
+        interval_tokens=1,
+        cancel=list,
+    )
+    stream.on_paused(1.0)
+    ongoing = OngoingAnswer(plane, RequestId("r"), stream, progress, can_come_back=True)
+    if is_over:
+        progress.note_end(0, TakenOverError("another connection"))
+    assert (len(readers), stream.is_open) == (1, False)
+    ongoing.leave()
+    assert (plane.detached, plane.cancelled) == ([] if is_over else ["r"], [])
+    # It goes on without this client, which is no slow reader any more.
+    assert (len(readers), stream.is_open) == (0, not is_over)

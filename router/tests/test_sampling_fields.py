@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from sluice.wire_fields import constraint_names, optional_numbers, read_sampling
 from sluice_core.records import RequestId
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.grpc import grpc_fields
-from sluice_router.api.length_limits import check_num_characters, limit_output
+from sluice_router.api.length_limits import check_num_characters, check_prompt_size, limit_output
 from sluice_router.api.objectives import RequestObjectives
 from sluice_router.api.openai_requests import (
     MAX_STRUCTURE_CHARACTERS,
@@ -197,6 +198,41 @@ async def test_templates_get_arguments_of_calls_as_objects_where_they_are(tmp_pa
     request = await prepare_request(check(ChatBody, {"messages": [message]}), model)
     model.close()
     assert "".join(model.decode_token(token_id)[0] for token_id in request.prompt_token_ids) == shown
+
+
+@pytest.mark.parametrize(
+    ("models", "asked", "top_k"), [(-1, None, 0), (20, None, 20), (20, -1, 0), (20, 0, 0), (-1, 5, 5)]
+)
+def test_engines_are_told_of_no_limit_of_candidates_by_zero(models, asked, top_k):
+    builder = NewRequestBuilder(GenerationDefaults(sampling={"top_k": models}, vocabulary_tokens=10))
+    fields = {"prompt": [1]} | ({} if asked is None else {"top_k": asked})
+    caller = Caller(arrival_s=0.0, objectives=RequestObjectives(), request_id=RequestId("req-1"))
+    body = check(CompletionBody, fields)
+    prepared = builder.build(body, "prompt", array("I", [1]), caller, max_model_len_tokens=99, owner_limit_tokens=None)
+    assert prepared.request.sampling.top_k == top_k
+
+
+@pytest.mark.parametrize(
+    ("ignore_eos", "given", "stops"),
+    [(False, [], [0, 2]), (True, [], []), (False, [7], [0, 2, 7]), (True, [7], [7]), (False, [2], [0, 2])],
+)
+def test_an_output_ends_with_the_models_ends_unless_they_are_ignored(ignore_eos, given, stops):
+    builder = NewRequestBuilder(GenerationDefaults(eos_token_ids=frozenset({2, 0}), vocabulary_tokens=10))
+    caller = Caller(arrival_s=0.0, objectives=RequestObjectives(), request_id=RequestId("req-1"))
+    body = check(CompletionBody, {"prompt": [1], "ignore_eos": ignore_eos, "stop_token_ids": given})
+    prepared = builder.build(body, "prompt", array("I", [1]), caller, max_model_len_tokens=99, owner_limit_tokens=None)
+    assert list(prepared.request.sampling.stop_token_ids) == stops
+    assert prepared.output.hidden_token_ids == set(stops)
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_chat_may_have_4096_messages_and_no_more(excess):
+    fields = {"messages": [{}] * (4096 + excess)}
+    if not excess:
+        check_prompt_size(fields, None)
+        return
+    with pytest.raises(FieldError, match="messages: at most 4096 messages, not 4097"):
+        check_prompt_size(fields, None)
 
 
 def test_a_template_is_told_of_no_tools_and_documents_where_there_are_none():
