@@ -81,6 +81,24 @@ def test_a_stream_of_the_replaced_model_goes_on_among_its_engines_and_then_ends_
     harness.assert_idle()
 
 
+def test_a_stream_of_the_replaced_model_waits_for_its_last_engine_while_that_may_come_back() -> None:
+    harness = make_harness()
+    request_id, stream = harness.admit(max_tokens=50)
+    harness.step_all()
+    last = harness.engine_of(request_id)
+    harness.router.apply_plan(make_plan(ROLES, generation=2, served_models=(NEW, OLD)))
+    harness.deliver()
+    harness.kill({"old0": "old1", "old1": "old0"}[last])
+    harness.cut(last)
+    harness.clock.advance(0.1)
+    harness.router.tick()
+    assert stream.error is None
+    harness.reconnect(last)
+    harness.run()
+    assert stream.finish is not None
+    harness.assert_idle()
+
+
 def test_while_the_plan_has_the_model_a_stream_waits_for_its_engines_to_come_back() -> None:
     harness = make_harness()
     request_id, stream = harness.admit(max_tokens=20)
