@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import signal
+import socket
 import time
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,7 @@ from server_harness import PD, get, make_settings, running, until_ready, write_e
 
 from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc, sampling_pb2
 from sluice_router.server import TICK_S, ListenError, RouterServer, serve
+from sluice_router.settings import make_limits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -245,6 +248,22 @@ async def test_grace_is_limited(settings, tmp_path):
             answer = await asking
             assert answer.status == 503
             assert (await answer.json())["error"]["code"] == "draining"
+
+
+async def test_a_plan_of_a_newer_release_counts_and_an_engine_has_as_long_for_its_hello_as_the_option_says(tmp_path):
+    settings = make_settings(tmp_path, limits=make_limits(hello_timeout_s=0.1))
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps({**plan, "whatComesNext": 1}))
+    # It takes connections and says nothing.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        (tmp_path / "engines.json").write_text(json.dumps([address]))
+        async with running(settings) as server:
+            assert server.router.state.active.plan is not None
+            endpoints = server.router.state.engines.endpoints
+            await until(lambda: address in endpoints and endpoints[address].last_fault)
+            assert endpoints[address].last_fault == "the engine did not say hello within 0.1 s"
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("plan", ["{", '{"generation": "x"}', "{}", None], ids=["text", "field", "refused", "none"])
