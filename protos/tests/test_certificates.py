@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import ssl
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import pytest
@@ -23,9 +23,6 @@ from sluice.certificates import (
 )
 from sluice.grpc_credentials import PeerCheck, make_channel, make_server_credentials
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 LONG_AGO = dt.datetime(2020, 1, 1, tzinfo=dt.UTC)
 SERVER, CLIENT = "server.ns.svc", "client.ns.svc"
 
@@ -42,7 +39,7 @@ def stranger() -> trustme.CA:
 
 def test_a_folder_says_whom_it_is_for_and_until_when(tmp_path: Path, authority: trustme.CA) -> None:
     end = dt.datetime(2031, 5, 1, tzinfo=dt.UTC)
-    mount_secret(tmp_path, make_files(authority, "a.svc", "b.svc", not_after=end))
+    mount_secret(tmp_path, make_files(authority, "a.svc", "127.0.0.1", "b.svc", not_after=end))
     for is_mutual in (True, False):
         found = read_certificates(tmp_path, is_mutual=is_mutual)
         assert found.names == ("a.svc", "b.svc")
@@ -126,6 +123,7 @@ def test_a_new_version_is_in_force_and_a_bad_one_is_not(
     mount_secret(tmp_path, make_files(authority, "c.svc"))
     assert folder.refresh()
     assert folder.current.names == ("c.svc",)
+    assert "new certificate for c.svc until" in caplog.text
     assert "canary" not in caplog.text
 
 
@@ -139,6 +137,29 @@ def test_plain_files_are_followed_too_even_half_written(tmp_path: Path, authorit
     (tmp_path / "tls.key").write_bytes(new["tls.key"])
     assert folder.refresh()
     assert folder.current.names == ("b.svc",)
+
+
+def test_reading_a_certificate_leaves_no_file_open(tmp_path: Path, authority: trustme.CA) -> None:
+    mount_secret(tmp_path, make_files(authority, "a.svc"))
+    open_files = Path("/proc/self/fd")
+    before = len(list(open_files.iterdir()))
+    for _ in range(3):
+        read_certificates(tmp_path, is_mutual=True)
+    assert len(list(open_files.iterdir())) == before
+
+
+def test_the_same_certificate_in_another_version_is_no_news(
+    tmp_path: Path, authority: trustme.CA, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = make_files(authority, "a.svc")
+    mount_secret(tmp_path, files)
+    folder = CertificateFolder(tmp_path, is_mutual=True)
+    first = folder.current
+    caplog.set_level("INFO")
+    mount_secret(tmp_path, files)
+    assert not folder.refresh()
+    assert folder.current is first
+    assert caplog.text == ""
 
 
 async def test_what_changed_is_noticed_by_itself(tmp_path: Path, authority: trustme.CA) -> None:
@@ -213,6 +234,7 @@ async def test_grpc_serves_whom_an_authority_and_a_name_speak_for(
     signed_by: str,
     names: tuple[str, ...],
     status: grpc.StatusCode | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     mount_secret(tmp_path / "server", make_files(authority, SERVER))
     folder = CertificateFolder(tmp_path / "server", is_mutual=True)
@@ -248,6 +270,7 @@ async def test_grpc_serves_whom_an_authority_and_a_name_speak_for(
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await (call if hasattr(call, "__await__") else anext(call))
                 assert caught.value.code() is status
+    assert ("is refused: the certificate is for" in caplog.text) is (status is grpc.StatusCode.PERMISSION_DENIED)
     await server.stop(0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from data_plane_harness import CheckingResponseStream, Harness, make_request
 from fake_engine import PARAMETERS, expected_output, make_plan
@@ -72,15 +74,41 @@ def test_request_without_a_plan_gets_retry_after():
     harness = Harness(ONE, plan=False)
     with pytest.raises(NoEngineError) as caught:
         harness.admit()
-    assert caught.value.retry_after_s
+    assert caught.value.retry_after_s == 1.0
 
 
 def test_request_at_shutdown_gets_retry_after():
     harness = Harness(ONE)
     harness.router.stop_accepting()
     assert not harness.router.is_ready
-    with pytest.raises(ShuttingDownError):
+    with pytest.raises(ShuttingDownError) as caught:
         harness.admit()
+    assert caught.value.retry_after_s == 1.0
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_prompt_and_output_may_be_as_long_as_the_model_and_no_longer(excess):
+    harness = Harness(ONE)
+    if not excess:
+        harness.admit(4000, 96)
+        return
+    with pytest.raises(InvalidRequestError, match="the prompt has 4000 tokens and max_tokens is 97") as caught:
+        harness.admit(4000, 97)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "max_tokens")
+
+
+def test_request_that_waited_too_long_is_told_why():
+    harness = Harness(ONE, limits=make_limits(wait_limit_s=5))
+    load = harness.cores["d0"].load()
+    load.kv_blocks_used = load.kv_blocks_total
+    harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
+    request_id, response_stream = harness.admit()
+    reason = harness.state.requests.live[request_id].wait_reason
+    assert reason not in ("", "no_engine")
+    harness.clock.advance(5.1)
+    harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
+    harness.router.tick()
+    assert f"within 5 s ({reason})" in response_stream.error.message
 
 
 @pytest.mark.parametrize("num_routers", [1, 2, 4])
@@ -201,6 +229,7 @@ def test_infeasible_request_is_rejected_with_an_estimate_when_the_plan_says_so()
             errors.append(response_stream.error)
     assert errors
     assert all(isinstance(error, SloInfeasibleError) for error in errors)
+    assert all(re.search(r"; the nearest would be \d+\.\d s late$", str(error)) for error in errors)
     assert errors[0].retry_after_s is not None
     assert core.is_idle
     harness.run(1000)

@@ -1,11 +1,16 @@
-"""What an answer says of its use: of one choice, of several, and on the wire."""
+"""What an answer says of its use: of one choice, of several, and on the wire; and of its tokens' logprobs."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from sluice.v1 import engine_pb2
+from sluice_router.api.logprobs import format_chat_logprobs, format_completion_logprobs
 from sluice_router.api.openai_responses import add_usages, format_usage
 from sluice_router.scheduling.requests import Usage
+from sluice_router.text.output import Delta
 
 
 def make_usage(number: int, *, tpot_s: float | None = 0.02, is_slo_met: bool = True) -> Usage:
@@ -66,3 +71,13 @@ def test_a_usage_is_written_as_openai_does_with_how_it_was_served(
         "recoveries": 1,
         "slo_met": is_slo_met,
     }
+
+
+def test_a_logprob_that_json_cannot_say_is_a_very_small_one(text) -> None:
+    entry = engine_pb2.TokenLogprobs(
+        logprob=-math.inf, top_token_ids=[5, 6, 7], top_logprobs=[-9998.0, -math.inf, -0.5]
+    )
+    delta = Delta(text="x", token_ids=[5], logprobs=[entry])
+    [token] = format_chat_logprobs(delta, text, 2)["content"]
+    assert [token["logprob"], *(other["logprob"] for other in token["top_logprobs"])] == [-9999.0, -9998.0, -9999.0]
+    assert format_completion_logprobs(delta, text, 2, 0)[0]["token_logprobs"] == [-9999.0]

@@ -13,7 +13,9 @@ import pytest
 from certificate_files import mount_secret
 
 from sluice_router.errors import KeysUnavailableError, UnauthenticatedError
+from sluice_router.security.access_control import TokensOrKeys
 from sluice_router.security.api_keys import ApiKeys
+from sluice_router.security.jwt_tokens import JwtSettings, JwtVerifier
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,6 +72,29 @@ def test_nobody_else_is_let_in_and_no_key_is_quoted(keys: ApiKeys, header: str |
     assert "canary" not in caught.value.message
 
 
+@pytest.mark.parametrize(("length", "counts"), [(15, False), (16, True), (4096, True), (4097, False)])
+def test_a_key_has_16_to_4096_characters(tmp_path: Path, *, length: int, counts: bool) -> None:
+    keys = ApiKeys(mount_secret(tmp_path, {"alice": b"k" * length}))
+    assert keys.owners == ({"alice"} if counts else set())
+    assert bool(keys.fault) is not counts
+
+
+@pytest.mark.parametrize(
+    ("token", "is_key"),
+    [("eyJ-key-of-alice-0", True), ("key.of.alice-012", True), ("eyJ.0123456789abc.d", False)],
+    ids=["begins as a token", "has the parts of one", "is one by its form"],
+)
+def test_beside_tokens_a_key_may_look_like_a_half_of_one(tmp_path: Path, *, token: str, is_key: bool) -> None:
+    keys = ApiKeys(mount_secret(tmp_path / "keys", {"alice": token.encode()}))
+    settings = JwtSettings(jwt_keys=(tmp_path / "none").as_uri(), jwt_issuer="i", jwt_audience="a")
+    finder = TokensOrKeys(JwtVerifier(settings), keys)
+    if is_key:
+        assert finder.find_owner(f"Bearer {token}") == "alice"
+        return
+    with pytest.raises(KeysUnavailableError, match="no keys to check tokens with"):
+        finder.find_owner(f"Bearer {token}")
+
+
 def test_two_lines_let_an_owner_change_keys(tmp_path: Path) -> None:
     keys = ApiKeys(mount_secret(tmp_path, {"alice": f"{ALICE}\n\n{BOB}\r\n".encode()}))
     assert keys.find_owner(f"Bearer {ALICE}") == keys.find_owner(f"Bearer {BOB}") == "alice"
@@ -119,19 +144,24 @@ def test_a_key_of_two_owners_is_the_first_ones(tmp_path: Path, caplog: pytest.Lo
 @pytest.mark.parametrize(
     "files", [None, {}, {"alice": b"\n"}, {"alice": b"short"}], ids=["none", "no files", "nothing", "no use"]
 )
-def test_without_keys_nobody_is_let_in_until_there_are_some(tmp_path: Path, files: dict[str, bytes] | None) -> None:
+def test_without_keys_nobody_is_let_in_until_there_are_some(
+    tmp_path: Path, files: dict[str, bytes] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     folder = tmp_path / "keys"
     if files is not None:
         mount_secret(folder, files)
     keys = ApiKeys(folder)
     assert str(folder) in keys.fault
     assert "all are refused" in keys.fault
+    assert keys.fault in caplog.text
     for header in (None, "Bearer ", "Bearer short", f"Bearer {ALICE}"):
         with pytest.raises(KeysUnavailableError):
             keys.find_owner(header)
     mount_secret(folder, {"alice": ALICE.encode()})
     assert keys.refresh()
     assert keys.fault == ""
+    assert "1 keys of 1 owners are in force" in caplog.text
     assert keys.find_owner(f"Bearer {ALICE}") == "alice"
     mount_secret(folder, {})
     assert keys.refresh()
@@ -153,6 +183,16 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
     assert keys.refresh()
     assert (keys.fault, keys.find_owner(f"Bearer {ALICE}")) == ("", "alice")
     assert not keys.refresh()
+
+
+def test_a_folder_that_was_away_and_is_back_as_it_was_is_read_again(keys: ApiKeys, tmp_path: Path) -> None:
+    away = tmp_path.rename(tmp_path.with_name("away"))
+    assert keys.refresh()
+    with pytest.raises(KeysUnavailableError):
+        keys.find_owner(f"Bearer {ALICE}")
+    away.rename(tmp_path)
+    assert keys.refresh()
+    assert (keys.fault, keys.find_owner(f"Bearer {ALICE}")) == ("", "alice")
 
 
 def test_keys_are_neither_kept_nor_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

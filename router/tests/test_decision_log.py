@@ -10,6 +10,8 @@ from fake_engine import make_plan
 from test_kept_prefills import make_harness as make_disaggregated_harness
 from test_migration import start_on
 
+from sluice_core.records import RequestId
+from sluice_router.observability.decision_log import DecisionLog
 from sluice_router.settings import make_limits
 
 PD = {"p0": "P", "d0": "D"}
@@ -201,6 +203,15 @@ def test_client_id_finds_the_last_request_that_had_it():
     story = harness.router.explain("abc")
     assert story is not None
     assert story["request_id"] == second
+
+
+def test_a_story_tells_microseconds():
+    log = DecisionLog(9)
+    for now in (100.0, 100.0012344, 100.25):
+        log.record(now, RequestId("r"), "detached")
+    story = log.explain("r")
+    assert story is not None
+    assert [event["at_s"] for event in story["events"]] == [0.0, 0.001234, 0.25]
 
 
 def test_long_wait_is_one_event():

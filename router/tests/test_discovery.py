@@ -51,6 +51,17 @@ async def test_file_that_has_not_changed_is_not_read_again(tmp_path):
     assert await discovery.find() == {"127.0.0.1:2"}
 
 
+async def test_file_that_another_one_replaced_is_read_though_size_and_time_are_the_same(tmp_path):
+    path, other = tmp_path / "engines.json", tmp_path / "other.json"
+    for each, text in ((path, '["127.0.0.1:1"]'), (other, '["127.0.0.1:2"]')):
+        each.write_text(text)
+        os.utime(each, ns=(7, 7))
+    discovery = FileDiscovery(path)
+    assert await discovery.find() == {"127.0.0.1:1"}
+    other.replace(path)
+    assert await discovery.find() == {"127.0.0.1:2"}
+
+
 async def test_file_that_could_not_be_read_is_read_again_though_it_has_not_changed(tmp_path, monkeypatch):
     path = tmp_path / "engines.json"
     path.write_text('["127.0.0.1:1"]')
@@ -80,7 +91,7 @@ async def test_name_is_resolved():
     ],
     ids=["several", "IPv6", "a Service without pods", "a name without addresses", "nobody knows"],
 )
-async def test_answers_of_the_name_server(monkeypatch, answer, addresses):
+async def test_answers_of_the_name_server(monkeypatch, caplog, answer, addresses):
     class Loop:
         async def getaddrinfo(self, host, port, *, type):  # noqa: A002 - asyncio's name
             assert (host, port, type) == ("engines.ns.svc", 50051, socket.SOCK_STREAM)
@@ -90,6 +101,8 @@ async def test_answers_of_the_name_server(monkeypatch, answer, addresses):
 
     monkeypatch.setattr(asyncio, "get_running_loop", Loop)
     assert await DnsDiscovery("engines.ns.svc", 50051).find() == addresses
+    # A Service without pods is nothing to speak of.
+    assert ("engines.ns.svc" in caplog.text) is (addresses is None)
 
 
 def test_kinds():
@@ -107,6 +120,10 @@ def test_unknown_kind_is_refused_with_the_known_ones(text):
 
 def test_duplicate_addresses_are_one():
     assert parse_addresses('["a:1", "a:1"]') == {"a:1"}
+
+
+def test_files_are_looked_at_five_times_a_second_and_names_once():
+    assert [parse_discovery(text).interval_s for text in ("file:/e", "dns:engines:8001")] == [0.2, 1.0]
 
 
 async def test_watch_tells_changes_only():

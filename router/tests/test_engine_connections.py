@@ -338,10 +338,10 @@ async def test_pauses_before_an_address_is_tried_again_grow_until_it_says_hello(
     monkeypatch.setattr(engine_connections, "asyncio", SimpleNamespace(sleep=pause, get_running_loop=lambda: loop))
     connections._addresses = frozenset({"a"})
     await connections.keep("a")
-    least, most = engine_connections.MIN_BACKOFF_S, engine_connections.MAX_BACKOFF_S
+    least, most = 0.1, 2.0
     grown = [min(most, least * 2**number) for number in range(14)]
     # Two that failed; a hello; failures up to the longest pause; a long stream, behind which it is tried at once.
-    expected = [least, 2 * least, *grown, engine_connections.RESUME_PAUSE_S, least]
+    expected = [least, 2 * least, *grown, 0.02, least]
     assert pauses == [*(each * (0.5 + jitter / 2) for each in expected), "a"]
 
 

@@ -15,9 +15,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from sluice.v1 import router_pb2, router_pb2_grpc, sampling_pb2
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.grpc.grpc_api import GrpcApi
+from sluice_router.api.grpc.grpc_response_stream import GrpcResponseStream
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import EngineFaultError, SloInfeasibleError
 from sluice_router.scheduling.requests import ServedModel
+from sluice_router.text.output import Output, OutputSettings
 from sluice_router.text.tokenizer import ModelText
 
 Sampling = sampling_pb2.SamplingParams
@@ -267,6 +269,12 @@ async def test_objectives_may_be_metadata_as_over_http(router, plane):
             ["messages.values[0].role", "boss"],
             id="role",
         ),
+        pytest.param(
+            {"messages": router_pb2.ChatMessages(values=[USER] * 4097)},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            ["messages.values: at most 4096 messages, not 4097"],
+            id="messages",
+        ),
     ],
 )
 async def test_wrong_requests_name_field_value_and_limit(router, plane, metrics, request_fields, status, words):
@@ -384,6 +392,14 @@ async def test_a_message_may_be_as_large_as_the_limit_and_no_larger(plane, text,
     await api.close(0)
 
 
+@pytest.mark.parametrize("excess", [0, 1])
+async def test_a_message_may_have_8_mib(router, excess):
+    request = router_pb2.GenerateRequest(text="x" * (8 << 20))
+    request.text = "x" * (2 * len(request.text) - request.ByteSize() + excess)
+    with pytest.raises(grpc.aio.AioRpcError, match="larger than max" if excess else "characters of prompt"):
+        [_ async for _ in router.Generate(request)]
+
+
 @pytest.mark.parametrize("announced_s", [None, 30.0, 0.0])
 async def test_a_server_that_closes_lets_calls_end_for_the_shorter_of_its_times(plane, text, metrics, announced_s):
     api = GrpcApi(plane, text, metrics)
@@ -411,6 +427,22 @@ async def test_a_server_that_closes_lets_calls_end_for_the_shorter_of_its_times(
             await closing
     with pytest.raises(ConnectionError):
         await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_a_client_that_has_caught_up_is_slow_no_more(text):
+    readers = SlowReaders(SlowReaderLimits(max_paused_s=5.0))
+    shed: list[str] = []
+    stream = GrpcResponseStream(Output(text, OutputSettings()), slow_readers=readers, cancel=lambda: shed.append("x"))
+    # A token each, at these times; the first one finds the writer waiting.
+    for now in (1.0, 2.0, 3.0):
+        stream.on_token(70, None)
+        stream.flush(now)
+        if now == 1.0:
+            await stream.next()
+        assert (len(readers), stream.paused_since_s) == ((0, 0.0) if now == 1.0 else (1, 2.0))
+    await stream.next()
+    readers.sweep(100.0)
+    assert (len(readers), shed) == (0, [])
 
 
 async def test_slow_client_gets_larger_deltas_and_is_shed_at_its_limit(plane, text):

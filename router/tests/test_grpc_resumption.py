@@ -62,6 +62,7 @@ async def test_each_token_is_followed_by_the_rest(text, stop):
             rest = [delta async for delta in other.Generate(go_on(whole[0].resume_capability, num_tokens))]
             assert add_up(rest) == add_up(whole[number:])
             assert rest[0].first_output_index == num_tokens
+            assert [delta.resume_capability for delta in rest] == [whole[0].resume_capability] + [""] * (len(rest) - 1)
             assert (rest[-1].finish_reason, rest[-1].usage.output_tokens) == (
                 whole[-1].finish_reason,
                 whole[-1].usage.output_tokens,
@@ -85,6 +86,28 @@ async def test_a_call_that_broke_goes_on(text):
         second.emit(request_id, [72])
         second.finish(request_id)
         assert add_up(await task)[0] == [71, 72]
+
+
+async def test_a_caller_that_comes_back_may_go_again_before_its_first_part_and_has_another_deadline(text):
+    async with serving_two(text) as (first, second, (router, other)):
+        second.clock_s = 1000.0
+        call = router.Generate(ask())
+        task = asyncio.create_task(call.read())
+        await first.wait(lambda: bool(first.live))
+        [request_id] = first.live
+        assert first.admitted[0].deadline_s is None
+        first.emit(request_id, [70])
+        capability = (await task).resume_capability
+        again = other.Generate(go_on(capability, 1), timeout=50.0)
+        task = asyncio.create_task(again.read())
+        await second.wait(lambda: bool(second.adopted))
+        # gRPC rounds time-outs.
+        assert 1000.0 < second.live[request_id].request.deadline_s < 1052.0
+        again.cancel()
+        await second.wait(lambda: bool(second.detached))
+        assert (second.detached, second.cancelled) == ([request_id], [])
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
 
 async def read_all(call) -> list[router_pb2.GenerateResponse]:
@@ -132,6 +155,23 @@ async def test_a_client_that_goes_while_the_first_part_is_written_does_not_come_
     with pytest.raises(asyncio.CancelledError):
         await service.Generate(ask(), context)
     assert (plane.cancelled, plane.detached) == ([("req-1", "client_gone")], [])
+
+
+async def test_a_client_that_goes_while_it_does_not_keep_up_is_no_slow_reader_any_more(text):
+    plane, readers, seen = FakePlane(), SlowReaders(SlowReaderLimits()), []
+
+    async def write(_part):
+        plane.emit("req-1", [71])
+        seen.append(len(readers))
+        raise asyncio.CancelledError
+
+    context = SimpleNamespace(invocation_metadata=lambda: (), time_remaining=lambda: None, write=write)
+    task = asyncio.create_task(RouterService(plane, text, EdgeMetrics(readers)).Generate(ask(), context))
+    await plane.wait(lambda: bool(plane.live))
+    plane.emit("req-1", [70])
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (seen, len(readers)) == ([1], 0)
 
 
 async def test_headers_of_http_are_refused_by_name(text):

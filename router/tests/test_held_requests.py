@@ -72,6 +72,18 @@ def test_a_request_is_held_no_longer_than_the_plan_says():
     assert "600 s" in response_stream.error.message
 
 
+def test_a_request_is_held_at_least_as_long_as_one_waits_otherwise():
+    harness = Harness({}, limits=make_limits(wait_limit_s=5))
+    harness.router.apply_plan(make_plan({}, hold_seconds=1))
+    _, response_stream = harness.admit()
+    harness.clock.advance(4.9)
+    harness.router.tick()
+    assert response_stream.error is None
+    harness.clock.advance(0.2)
+    harness.router.tick()
+    assert "within 5 s" in response_stream.error.message
+
+
 def test_the_usual_wait_begins_when_an_engine_is_to_serve():
     harness = make_holding()
     _, response_stream = harness.admit()

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from array import array
 
 import openai
 import pytest
-from edge_fakes import LENGTH, connect, read_until, request_bytes
+from edge_fakes import LENGTH, FakePlane, connect, read_until, request_bytes
 
-from sluice_router.api.choices import derive_seed
+from sluice.v1 import sampling_pb2
+from sluice_core.records import RequestId
+from sluice_router.api.choices import PreparedRequest, derive_seed, list_choices
 from sluice_router.api.http.http_api import HttpApi
+from sluice_router.api.http.http_generation import HttpGeneration
+from sluice_router.api.openai_requests import CompletionBody, check
+from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import EngineFaultError, QueueFullError
+from sluice_router.scheduling.requests import NewRequest
+from sluice_router.text.output import OutputSettings
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 PROMPTS = ["one", "two", [5, 6, 7]]
@@ -167,3 +176,51 @@ async def test_refusal_of_a_later_choice_ends_the_earlier_ones(client, plane):
     with pytest.raises(openai.RateLimitError):
         await asked
     assert [request_id for request_id, _ in plane.cancelled] == ["req-1"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_between_two_choices_ends_those_that_have_begun(text, stream):
+    plane = FakePlane()
+    generation = HttpGeneration(plane, text, SlowReaders(SlowReaderLimits()), 1, 10.0)
+    request = NewRequest(
+        request_id=plane.make_request_id(),
+        prompt_token_ids=array("I", [5]),
+        sampling=sampling_pb2.SamplingParams(max_tokens=9),
+        arrival_s=0.0,
+    )
+    prepared = list_choices([PreparedRequest(request=request, output=OutputSettings())], 3, plane.make_request_id)
+    body = check(CompletionBody, {"prompt": [5], "n": 3, "stream": stream})
+    # Nothing is read of the HTTP request before all choices are admitted.
+    answering = asyncio.create_task(generation.answer(None, body, prepared, {}))
+    await asyncio.sleep(0)
+    assert list(plane.live) == ["req-1"]
+    answering.cancel()
+    await asyncio.wait([answering])
+    assert (plane.cancelled, list(plane.live)) == ([("req-1", "client_gone")], [])
+
+
+def test_choices_of_each_prompt_count_seeds_from_the_requests_own():
+    sampling = sampling_pb2.SamplingParams(seed=-5)
+    prompts = [
+        PreparedRequest(
+            request=NewRequest(
+                request_id=RequestId("r"), prompt_token_ids=array("I", [number]), sampling=sampling, arrival_s=0.0
+            ),
+            output=OutputSettings(),
+        )
+        for number in (7, 8)
+    ]
+    numbers = itertools.count(1)
+    choices = [choice.request for choice in list_choices(prompts, 2, lambda: RequestId(f"r{next(numbers)}"))]
+    assert [(list(choice.prompt_token_ids), choice.sampling.seed) for choice in choices] == [
+        ([7], -5),
+        ([7], -6),
+        ([8], -5),
+        ([8], -6),
+    ]
+    assert [(choice.request_id, choice.client_request_id) for choice in choices] == [
+        ("r", ""),
+        ("r1", "r-1"),
+        ("r2", "r-2"),
+        ("r3", "r-3"),
+    ]

@@ -12,6 +12,9 @@ from data_plane_harness import until
 from edge_fakes import FakePlane, connect, read_until, request_bytes, say
 from http_connections_harness import BODY, STREAM, read_response, starting_apis
 
+from sluice_router.api.http.http_api import HttpSettings
+from sluice_router.api.slow_readers import SlowReaderLimits
+
 
 @pytest.fixture
 async def plane():
@@ -130,6 +133,20 @@ async def test_body_that_is_not_packed_as_it_says_is_refused(start, plane, path,
     assert not plane.admitted
 
 
+def test_a_router_keeps_clients_to_these_limits():
+    assert HttpSettings() == HttpSettings(
+        max_body_bytes=8 * 1024 * 1024,
+        body_timeout_s=60,
+        max_header_bytes=16 * 1024,
+        header_timeout_s=10,
+        idle_timeout_s=75,
+        stream_interval_tokens=1,
+        comment_interval_s=10,
+        write_buffer_bytes=64 * 1024,
+        slow_readers=SlowReaderLimits(max_stream_bytes=256 * 1024, max_paused_s=30, max_total_bytes=64 * 1024 * 1024),
+    )
+
+
 async def test_headers_that_do_not_end_close_the_connection(start):
     _, port = await start(header_timeout_s=0.1)
     async with connect(port) as (reader, writer):
@@ -209,10 +226,49 @@ async def test_expectation_is_answered_before_the_body(start, plane, text):
     _, port = await start()
     head, _, body = request_bytes("/v1/completions", BODY, {"Expect": "100-continue"}).partition(b"\r\n\r\n")
     async with connect(port) as (reader, writer):
+        writer.write(head.replace(b"100-continue", b"tea") + b"\r\n\r\n" + body)
+        assert json.loads((await read_response(reader))[2])["error"]["code"] == "expectation_failed"
         writer.write(head + b"\r\n\r\n")
         assert await read_until(reader, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(body)
         assert (await read_response(reader))[0] == 200
+
+
+async def test_answers_are_counted_by_status_and_reason_and_refusals_quote_200_characters_of_a_path(start, plane, text):
+    plane.script = say(text, "hello")
+    api, port = await start()
+    messages = []
+    async with connect(port) as (reader, writer):
+        for path, body in (
+            ("/v1/completions", BODY),
+            ("/v1/completions", {**BODY, "max_tokens": 0}),
+            ("/" + "x" * 300, BODY),
+        ):
+            writer.write(request_bytes(path, body))
+            _, _, answer = await read_response(reader)
+            messages.append(json.loads(answer).get("error", {}).get("message"))
+    assert messages[2] == f"POST /{'x' * 199} is not served by this router"
+    assert api.metrics.answers == {
+        ("http", "200", ""): 1,
+        ("http", "400", "invalid_value"): 1,
+        ("http", "404", "unsupported_endpoint"): 1,
+    }
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+async def test_path_and_headers_may_have_as_many_bytes_as_the_limit_and_no_more(start, excess):
+    _, port = await start(max_header_bytes=100)
+    # A header counts with its colon, space and line end.
+    path = "/livez?".ljust(100 - len("Host: x\r\n") + excess, "a")
+    async with connect(port) as (reader, writer):
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        status, _, body = await read_response(reader)
+    if not excess:
+        assert status == 200
+        return
+    error = json.loads(body)["error"]
+    assert (status, error["code"]) == (400, "headers_too_large")
+    assert error["message"] == "the request's headers have 101 bytes; the limit is 100"
 
 
 async def test_too_large_body_is_not_asked_for(start):

@@ -6,8 +6,11 @@ import pytest
 from edge_fakes import FakePlane, say
 from http_requests_harness import make_chat, make_completion, serving_client
 
+from sluice_router.api.http.http_errors import refuse
 from sluice_router.api.openai_requests import FieldError
+from sluice_router.api.request_preparation import to_router_error
 from sluice_router.api.structured_output import check_constraint
+from sluice_router.errors import NotAllowedError, QueueFullError, UnauthenticatedError
 
 
 @pytest.fixture
@@ -243,6 +246,30 @@ async def test_wrong_headers_are_named_with_value_and_limit(client, plane, name,
     assert error["param"] == name
     assert all(word in error["message"] for word in [name, *words]), error
     assert not plane.admitted
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "headers"),
+    [
+        (QueueFullError("x", retry_after_s=0.0), 429, {"Retry-After": "1"}),
+        (QueueFullError("x", retry_after_s=1.0), 429, {"Retry-After": "1"}),
+        (QueueFullError("x", retry_after_s=1.1), 429, {"Retry-After": "2"}),
+        (QueueFullError("x"), 429, {}),
+        (UnauthenticatedError("x"), 401, {"WWW-Authenticate": "Bearer"}),
+        (NotAllowedError("x"), 403, {}),
+    ],
+)
+def test_a_refusal_says_when_to_try_again_and_how_to_say_who_asks(error, status, headers):
+    response = refuse(error)
+    shown = {name: value for name, value in response.headers.items() if not name.startswith("Content-")}
+    assert (response.status, shown) == (status, {"x-sluice-reason": error.code, **headers})
+    response = refuse(error, status=418, headers={"Allow": "GET"})
+    assert (response.status, response.headers["Allow"]) == (418, "GET")
+
+
+def test_a_fault_of_the_body_as_a_whole_is_no_fields():
+    assert to_router_error(FieldError("", "why", "invalid_json")).param is None
+    assert to_router_error(FieldError("n", "why")).param == "n"
 
 
 @pytest.mark.parametrize("depth", [1_500, 50_000])

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from edge_fakes import FakePlane, say
 from http_requests_harness import make_chat, make_completion, serving_client
+
+from sluice_core.records import RequestId
+from sluice_router.api.objectives import read_objectives
+from sluice_router.api.openai_requests import FieldError, SluiceOptions
+from sluice_router.api.request_ids import check_request_id, choose_shown_id
+from sluice_router.scheduling.requests import ServedModel
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -36,6 +43,32 @@ async def test_last_given_objective_wins(client, plane):
     await client.post("/v1/completions", json=make_completion())
     seen = [(r.ttft_slo_s, r.tpot_slo_s, r.slo_class, r.priority) for r in plane.admitted]
     assert seen == [(0.5, 0.07, "chat", 3), (0.5, 0.08, "batch", -2), (None, None, "", None)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_names_the_model_that_is_served_though_nobody_asked_for_it(client, stream):
+    begun_s = int(time.time())
+    answer = (await client.post("/v1/completions", json={"prompt": "hi", "stream": stream})).text
+    first = json.loads(answer.removeprefix("data: ").partition("\n\n")[0])
+    assert first["model"] == "tiny"
+    assert begun_s <= first["created"] <= time.time()
+
+
+@pytest.mark.parametrize("field", [None, "slo_ttft_ms", "slo_tpot_ms", "slo_class", "priority"])
+def test_the_body_wins_over_the_headers_each_field_on_its_own(field):
+    headers = {
+        "x-sluice-slo-ttft-ms": "1000",
+        "x-sluice-slo-tpot-ms": "2000",
+        "x-sluice-slo-class": "header",
+        "x-sluice-priority": "3",
+    }
+    given = {"slo_ttft_ms": 4000, "slo_tpot_ms": 5000, "slo_class": "", "priority": 0}
+    options = None if field is None else SluiceOptions(**{field: given[field]})
+    expected = {"slo_ttft_ms": 1.0, "slo_tpot_ms": 2.0, "slo_class": "header", "priority": 3}
+    if field is not None:
+        expected[field] = {**given, "slo_ttft_ms": 4.0, "slo_tpot_ms": 5.0}[field]
+    found = read_objectives(headers, options)
+    assert [found.ttft_slo_s, found.tpot_slo_s, found.slo_class, found.priority] == list(expected.values())
 
 
 async def test_seed_of_minus_one_is_none(client, plane):
@@ -80,6 +113,17 @@ async def test_output_may_fill_the_models_length_exactly(client, plane, text, pa
     assert (await client.post(path, json=body)).status_code == 200
     assert len(plane.admitted[0].prompt_token_ids) == 512 - room
     assert plane.admitted[0].sampling.max_tokens == max_tokens
+
+
+@pytest.mark.parametrize(("engines_say", "length"), [(40, 40), (600, 600), (0, 512)])
+async def test_engines_say_how_long_the_model_is_and_its_files_while_there_are_none(client, plane, engines_say, length):
+    plane.model = ServedModel(name="tiny", max_model_len_tokens=engines_say, created_s=0)
+    await client.post("/v1/chat/completions", json=make_chat())
+    [request] = plane.admitted
+    assert len(request.prompt_token_ids) + request.sampling.max_tokens == length
+    assert (await client.get("/v1/models/tiny")).json()["max_model_len"] == length
+    refused = await client.post("/v1/completions", json=make_completion(prompt=[1] * length))
+    assert f"the model's limit is {length} tokens" in refused.json()["error"]["message"]
 
 
 async def test_all_sampling_fields_reach_the_data_plane(client, plane):
@@ -229,6 +273,8 @@ def _call_tool(arguments):
         ({"documents": [{"text": "d"}]}, '[{"text": "d"}]<|im_start|>assistant\n'),
         ({"reasoning_effort": "low"}, "low<|im_start|>assistant\n"),
         ({"chat_template_kwargs": {"extra": "more"}}, "more<|im_start|>assistant\n"),
+        ({"chat_template_kwargs": {"messages": [], "tools": ["x"]}}, "<|im_start|>assistant\n"),
+        ({"tools": []}, "<|im_start|>assistant\n"),
         (_call_tool('{"city": "Rome"}'), "Rome<|im_start|>assistant\n"),
         (_call_tool({"city": "Rome"}), "Rome<|im_start|>assistant\n"),
         (_call_tool("city: Rome"), "<|im_start|>assistant\n"),
@@ -241,6 +287,8 @@ def _call_tool(arguments):
         "documents",
         "effort",
         "own variables",
+        "variables of others' names",
+        "an empty list of tools",
         "arguments as JSON",
         "arguments as an object",
         "arguments as text",
@@ -372,6 +420,21 @@ AT_THEIR_LIMITS = {
 async def test_values_at_their_limits_are_accepted(client, field, end):
     response = await client.post("/v1/completions", json=make_completion(**{field: AT_THEIR_LIMITS[field][end]}))
     assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_names_in_headers_may_be_as_long_as_their_limits_and_no_longer(excess):
+    request_id, slo_class = "r" * (128 + excess), "c" * (256 + excess)
+    assert choose_shown_id(request_id, RequestId("req-1")) == ("req-1" if excess else request_id)
+    headers = {"X-Sluice-Slo-Class": slo_class, "x-sluice-slo-class": slo_class}
+    if not excess:
+        assert check_request_id("x-request-id", request_id) == request_id
+        assert read_objectives(headers, None).slo_class == slo_class
+        return
+    with pytest.raises(FieldError, match="x-request-id: at most 128 characters, not 129"):
+        check_request_id("x-request-id", request_id)
+    with pytest.raises(FieldError, match="x-sluice-slo-class: at most 256 characters, not 257"):
+        read_objectives(headers, None)
 
 
 @pytest.mark.parametrize(("ttft_ms", "tpot_ms", "priority"), [("1", "1", "-1000"), ("600000", "60000", "1000")])

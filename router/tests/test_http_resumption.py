@@ -14,7 +14,7 @@ from edge_fakes import ANSWER, LENGTH, STOP, FakePlane
 from examples import resumable_client
 from http_requests_harness import make_chat, make_completion
 
-from sluice_router.api.http.http_api import HttpApi
+from sluice_router.api.http.http_api import HttpApi, HttpSettings
 from sluice_router.errors import NoEngineError, ShuttingDownError
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -308,3 +308,30 @@ async def test_the_client_sends_its_request_again_where_nothing_of_the_answer_ca
         texts = [chunk["choices"][0]["delta"].get("content", "") async for chunk in chunks]
         assert "".join(texts) == ANSWER
         assert (len(first.admitted), len(second.admitted)) == (0, 1)
+
+
+async def test_a_client_that_comes_back_may_go_again_before_there_is_anything_new(text):
+    tokens = text.encode_now(ANSWER, add_special_tokens=False)
+    async with serving_two(text) as (client, first, second, urls):
+        body = make_completion(max_tokens=99)
+        _, sent = await read_and_leave(client, first, urls[0] + COMPLETION, tokens[:3], body)
+        [request_id] = first.live
+        task = asyncio.create_task(post(client, urls[1] + COMPLETION, {}, **sent))
+        await second.wait(lambda: bool(second.adopted))
+        task.cancel()
+        await second.wait(lambda: bool(second.detached))
+        assert (second.detached, second.cancelled) == ([request_id], [])
+
+
+async def test_a_body_may_come_once_more_and_be_as_large_as_any(text):
+    api = HttpApi(FakePlane(), text, HttpSettings(max_body_bytes=100))
+    url = f"http://127.0.0.1:{await api.start('127.0.0.1', 0)}{COMPLETION}"
+    headers = {"x-sluice-resume": "a" * 32, "x-request-id": "mine"}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        answers = [await client.post(url, content=b"x" * size, headers=headers) for size in (0, 100, 101)]
+    await api.close(0)
+    assert [answer.json()["error"]["code"] for answer in answers] == [
+        "unknown_stream",
+        "unknown_stream",
+        "body_too_large",
+    ]

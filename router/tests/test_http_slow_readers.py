@@ -14,6 +14,7 @@ from aiohttp import web
 from edge_fakes import FakePlane, connect, read_until, request_bytes, say
 from http_connections_harness import BODY, STREAM, read_response, starting_apis
 
+from sluice_router.api.http.http_api import HttpApi, HttpSettings
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 
 
@@ -264,3 +265,47 @@ async def test_burst_of_new_clients_is_accepted_in_few_loop_iterations(start):
             answered, _, _ = select.select(unanswered, [], [], 0)
             unanswered = [client for client in unanswered if client not in answered]
         assert turns < len(clients) / 2
+
+
+class LoudPlane(FakePlane):
+    """Has more metrics than any buffer takes."""
+
+    num_bytes = 64 << 20
+
+    def format_metrics(self) -> bytes:
+        return b"x" * self.num_bytes
+
+
+async def test_a_client_that_reads_a_whole_answer_too_slowly_is_cut(text):
+    api = HttpApi(LoudPlane(), text, HttpSettings(slow_readers=SlowReaderLimits(max_paused_s=0.05)))
+    port = await api.start("127.0.0.1", 0)
+    loop, num_read = asyncio.get_running_loop(), 0
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(0)
+        await loop.sock_connect(raw, ("127.0.0.1", port))
+        await loop.sock_sendall(raw, b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        # It reads on, so that the kernel has no reason to cut it.
+        with contextlib.suppress(ConnectionError):
+            while data := await loop.sock_recv(raw, 1024):
+                num_read += len(data)
+    assert num_read < LoudPlane.num_bytes
+    await api.close(0)
+
+
+async def test_a_server_that_closes_waits_for_each_of_its_answers(start, plane):
+    api, port = await start()
+    async with connect(port) as (first, writer), connect(port) as (second, other):
+        writer.write(request_bytes("/v1/completions", BODY))
+        await plane.wait(lambda: len(plane.live) == 1)
+        other.write(request_bytes("/v1/completions", BODY))
+        await plane.wait(lambda: len(plane.live) == 2)
+        closing = asyncio.create_task(api.close(30.0))
+        for number, reader in enumerate((first, second)):
+            request_id = f"req-{number + 1}"
+            plane.emit(request_id, [100])
+            plane.finish(request_id)
+            assert (await read_response(reader))[0] == 200
+            assert api._is_idle.is_set() is bool(number)
+        async with asyncio.timeout(20):
+            await closing

@@ -65,6 +65,19 @@ def test_head_and_first_events_are_one_write(connection):
     assert connection.transport.writes == [HEAD + b"4\r\nrole\r\n5\r\ntoken\r\n", b"4\r\nnext\r\n"]
 
 
+@pytest.mark.parametrize("size", [1, 15, 16, 1023, 1024, 1025, 70_000])
+def test_each_chunk_says_its_size_in_hexadecimal(connection, size):
+    stream = make_stream(connection)
+    stream.release()
+    stream.write(b"x" * size)
+    stream.end(b"y" * size)
+    head = f"{size:x}\r\n".encode()
+    assert connection.transport.writes[1:] == [
+        head + b"x" * size + b"\r\n",
+        head + b"y" * size + b"\r\n" + LAST_CHUNK,
+    ]
+
+
 def test_an_answer_that_is_whole_at_once_is_one_write(connection):
     stream = make_stream(connection)
     stream.end(b"all")

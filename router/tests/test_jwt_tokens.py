@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import json
 import ssl
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 import httpx
@@ -122,6 +123,16 @@ async def test_what_is_no_token_does_not_count_and_is_not_quoted(verifier: JwtVe
     assert "canary" not in caught.value.message
 
 
+@pytest.mark.parametrize("excess", [0, 1])
+async def test_an_owner_may_have_253_characters_and_no_more(verifier: JwtVerifier, excess: int) -> None:
+    owner = "a" * (253 + excess)
+    if not excess:
+        assert verifier.find_owner(make_token(sub=owner)) == owner
+        return
+    with pytest.raises(UnauthenticatedError, match="must be 1 to 253 characters"):
+        verifier.find_owner(make_token(sub=owner))
+
+
 async def test_another_claim_may_name_the_owner(tmp_path: Path) -> None:
     (tmp_path / "keys").write_bytes(make_key_set(one=ELLIPTIC))
     verifier = JwtVerifier(make_settings(tmp_path / "keys", jwt_owner_claim="tenant"))
@@ -152,6 +163,42 @@ async def test_a_token_that_was_right_ends_with_its_time_and_with_its_key(tmp_pa
     assert verifier.find_owner(token) == "alice"
 
 
+async def test_a_token_that_was_right_counts_no_longer_than_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead_s = 0.0
+
+    class Later(dt.datetime):
+        @classmethod
+        def now(cls, tz: dt.tzinfo | None = None) -> Self:
+            return super().now(tz) + dt.timedelta(seconds=ahead_s)
+
+    monkeypatch.setattr("jwt.api_jwt.datetime", Later)
+    path = tmp_path / "keys"
+    path.write_bytes(make_key_set(one=ELLIPTIC))
+    verifier = JwtVerifier(make_settings(path), clock=lambda: time.time() + ahead_s)
+    await verifier.refresh()
+    token = make_token(ends_in_s=1000)
+    for each_s in (0.0, 900.0, 1000.0 + LEEWAY_S - 50.0):
+        ahead_s = each_s
+        assert verifier.find_owner(token) == "alice"
+    ahead_s = 1000.0 + LEEWAY_S + 50.0
+    with pytest.raises(UnauthenticatedError, match="expired"):
+        verifier.find_owner(token)
+
+
+async def test_a_token_of_a_key_that_was_withdrawn_counts_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(make_key_set(one=ELLIPTIC, three=OTHER))
+    verifier, token = JwtVerifier(make_settings(path)), make_token()
+    await verifier.refresh()
+    assert verifier.find_owner(token) == "alice"
+    path.write_bytes(make_key_set(three=OTHER))
+    await verifier.refresh()
+    with pytest.raises(UnauthenticatedError, match="its key is not the issuer's"):
+        verifier.find_owner(token)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -160,25 +207,102 @@ async def test_a_token_that_was_right_ends_with_its_time_and_with_its_key(tmp_pa
         (b"\xff", "cannot be read"),
         (b'{"keys": []}', "cannot be read"),
         (b'{"keys": [{"kty": "oct", "k": "c2VjcmV0", "kid": "one", "alg": "HS256"}]}', "no key for signatures"),
+        (make_key_set(one=ELLIPTIC).replace(b'"sig"', b'"enc"'), "no key for signatures"),
     ],
-    ids=["no file", "no keys", "no text", "an empty set", "a shared secret"],
+    ids=["no file", "no keys", "no text", "an empty set", "a shared secret", "a key to encrypt with"],
 )
-async def test_keys_that_cannot_be_read_let_nobody_in_and_old_ones_stay(tmp_path: Path, content, words) -> None:
+async def test_keys_that_cannot_be_read_let_nobody_in_and_old_ones_stay(
+    tmp_path: Path, content, words, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     path = tmp_path / "keys"
     if content is not None:
         path.write_bytes(content)
     verifier = JwtVerifier(make_settings(path))
     await verifier.refresh()
     assert words in verifier.fault
+    assert f"{path.as_uri()} cannot be read" in caplog.text
     with pytest.raises(KeysUnavailableError):
         verifier.find_owner(make_token())
     path.write_bytes(make_key_set(one=ELLIPTIC))
     await verifier.refresh()
     assert not verifier.fault
+    assert caplog.text.count("keys of tokens: 1 are in force") == 1
     path.write_bytes(b"")
     await verifier.refresh()
     assert not verifier.fault
     assert verifier.find_owner(make_token()) == "alice"
+
+
+class Waits:
+    """The pauses of what reads keys again and again: none lasts, and each is noted.
+
+    Args:
+        monkeypatch: Puts it in the place of asyncio's own.
+        num_looks: After so many time-outs the reader is cancelled.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_looks: int) -> None:
+        self.noted: list[tuple[str, float]] = []
+        self._num_left = num_looks
+        self._yield = asyncio.sleep
+        monkeypatch.setattr(asyncio, "sleep", self.sleep)
+        monkeypatch.setattr(asyncio, "timeout", self.end_at_once)
+
+    async def sleep(self, delay_s: float) -> None:
+        self.noted.append(("sleep", delay_s))
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise asyncio.CancelledError
+        await self._yield(0)
+
+    @contextlib.asynccontextmanager
+    async def end_at_once(self, delay_s: float) -> AsyncIterator[None]:
+        self.noted.append(("wait", delay_s))
+        raise TimeoutError
+        yield
+
+
+async def test_keys_are_read_every_five_minutes_and_every_five_seconds_while_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys"
+    verifier, waits, faults = JwtVerifier(make_settings(path)), Waits(monkeypatch, 4), []
+
+    def note() -> None:
+        faults.append(bool(verifier.fault))
+        if len(faults) == 2:
+            path.write_bytes(make_key_set(one=ELLIPTIC))
+
+    with pytest.raises(asyncio.CancelledError):
+        await verifier.keep(note)
+    assert faults == [True, True, False, False, False]
+    assert waits.noted == [
+        *([("sleep", 5.0)] * 3),
+        *[("wait", 295.0), ("sleep", 5.0)] * 2,
+    ]
+
+
+async def test_a_token_of_an_unknown_key_has_the_keys_read_once_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, looks = tmp_path / "keys", asyncio.Queue[None]()
+    path.write_bytes(make_key_set(one=ELLIPTIC))
+    verifier, pause = JwtVerifier(make_settings(path)), asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda _: pause(0))
+    keeping = asyncio.create_task(verifier.keep(lambda: looks.put_nowait(None)))
+    await asyncio.wait_for(looks.get(), 20)
+    path.write_bytes(make_key_set(one=ELLIPTIC, three=OTHER))
+    token = make_token(key=OTHER, key_id="three")
+    with pytest.raises(UnauthenticatedError, match="its key is not the issuer's"):
+        verifier.find_owner(token)
+    await asyncio.wait_for(looks.get(), 20)
+    assert verifier.find_owner(token) == "alice"
+    for _ in range(20):
+        await pause(0)
+    assert looks.empty()
+    keeping.cancel()
+    await asyncio.wait([keeping])
 
 
 async def test_the_oldest_of_the_checked_tokens_is_forgotten_first(monkeypatch, tmp_path: Path) -> None:
@@ -296,5 +420,10 @@ def test_owners_beyond_so_many_share_a_label() -> None:
     labels = {metrics.label_owner(f"owner-{number}") for number in range(2 * MAX_OWNERS)}
     assert len(labels) == MAX_OWNERS + 1
     assert metrics.label_owner("owner-1") == "owner-1"
+    names = ("key_requests", "key_tokens", "key_limited")
+    for name in names:
+        for owner in ("owner-1", "owner-2"):
+            metrics.count(name, owner, "x")
     metrics.keep_owners({"owner-1"})
     assert metrics.label_owner("new") == "new"
+    assert [dict(metrics.counters[name]) for name in names] == [{("owner-1", "x"): 1}] * 3

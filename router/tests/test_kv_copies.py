@@ -167,6 +167,22 @@ def test_a_copy_that_takes_too_long_is_given_up():
     check_end(harness, response_stream, 60)
 
 
+def test_parts_that_come_do_not_prolong_the_copy_of_a_decode():
+    harness = make_harness(copy_timeout_s=1, silence_limit_s=50, iteration_age_floor_s=50)
+    request_id, response_stream = start_copy(harness)
+    harness.clock.advance(0.9)
+    harness.router.tick()
+    move = find_move(harness, request_id)
+    assert move is not None
+    move.copied_s = harness.clock.now_s
+    harness.clock.advance(0.2)
+    harness.router.tick()
+    assert find_move(harness, request_id) is None
+    assert harness.count("moves", "prefill_done", "copy_timeout") == 1
+    harness.deliver()
+    check_end(harness, response_stream, 60)
+
+
 @pytest.mark.parametrize("step", ["offer asked", "pulling", "answered"])
 def test_a_client_that_leaves_during_a_copy_leaves_nothing_behind(step):
     harness = make_harness()

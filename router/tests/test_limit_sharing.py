@@ -243,6 +243,26 @@ def test_a_report_that_was_overtaken_changes_nothing() -> None:
     assert limiter.peers["a"].owners["alice"].running == 6
 
 
+def test_a_router_reports_ten_times_a_second_what_is_new_and_once_that_it_is_there() -> None:
+    limiter = OwnerLimiter()
+    limiter.set_limits({"alice": OwnerLimits(requests_per_minute=9)}, 2)
+    sharing, engines = UsageSharing(limiter), ["d0", "d1", "d2"]
+
+    def report(now: float) -> list[str]:
+        return [engine for engine, _ in sharing.report(engines, now)]
+
+    assert report(100.0) == ["d0", "d1"]
+    assert report(100.96875) == []
+    assert report(101.0) == ["d0", "d1"]
+    limiter.admit("alice", 1, 101.0)
+    assert report(101.0625) == []
+    assert report(101.125) == ["d0", "d1"]
+    assert report(102.0) == []
+    # One that is new hears at once.
+    engines.pop(0)
+    assert report(102.0) == ["d1", "d2"]
+
+
 # --- through the data plane
 
 

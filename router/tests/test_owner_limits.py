@@ -11,6 +11,7 @@ from sluice_core.records import OwnerLimits
 from sluice_router.errors import NotAllowedError, OwnerLimitError, PlanRefusedError
 from sluice_router.owner_limits.limiter import OwnerLimiter
 from sluice_router.owner_limits.peers import SILENCE_S, Peer
+from sluice_router.owner_limits.usage_window import OwnerUsage
 
 ONE = {"d0": "D"}
 NOW = 1000.0
@@ -70,6 +71,24 @@ def test_retry_after_is_when_the_request_is_admitted() -> None:
     with pytest.raises(OwnerLimitError) as caught:
         limiter.admit("alice", 40, retry_at_s)
     assert retry_at_s + caught.value.retry_after_s == NOW + 81
+
+
+def test_a_refusal_says_in_whole_seconds_when_to_try_again() -> None:
+    limiter = make_limiter(requests_per_minute=1)
+    limiter.admit("alice", 1, NOW)
+    with pytest.raises(OwnerLimitError, match="try again in 31 s") as caught:
+        limiter.admit("alice", 1, NOW + 30.5)
+    assert caught.value.retry_after_s == 30.5
+
+
+def test_what_a_peer_tells_late_of_an_earlier_second_is_forgotten_before_the_later_one() -> None:
+    usage = OwnerUsage()
+    usage.replace(50, 1, 5)
+    usage.replace(10, 2, 7)
+    usage.advance(70)
+    assert (usage.requests, usage.tokens) == (3, 12)
+    usage.advance(71)
+    assert (usage.requests, usage.tokens) == (1, 5)
 
 
 def test_tokens_are_reserved_and_what_is_not_used_is_given_back() -> None:
@@ -165,6 +184,14 @@ def test_a_peer_that_falls_silent_is_assumed_to_go_on() -> None:
     assert count_admitted(limiter, NOW + 1 + SILENCE_S) == 0
 
 
+def test_what_ran_on_a_router_that_is_silent_is_not_remembered() -> None:
+    limiter = make_limiter(num_routers=2, concurrent_requests=4)
+    limiter.peers["other"] = Peer(heard_s=NOW, owners={"alice": OwnerUsage(running=4)})
+    assert count_admitted(limiter, NOW + SILENCE_S) == 0
+    # It is assumed to run as many as this one.
+    assert count_admitted(limiter, NOW + SILENCE_S + 0.1) == 2
+
+
 # --- through the data plane
 
 
@@ -248,7 +275,7 @@ def test_classes_and_priorities_beyond_an_owners_are_refused(fields, code, words
         return
     with pytest.raises(NotAllowedError, match=words) as caught:
         harness.admit(**request)
-    assert caught.value.code == code
+    assert (caught.value.code, caught.value.param) == (code, words.split()[0])
     harness.assert_idle()
 
 

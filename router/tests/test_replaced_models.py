@@ -43,6 +43,14 @@ def test_each_router_answers_by_the_name_of_its_model() -> None:
     assert make_harness("", both).router.model.name == "of routers that know no id"
 
 
+def test_engines_of_the_other_model_are_not_asked_for_an_answer() -> None:
+    for model_id, engines in (("old", {"old0", "old1"}), ("new", {"new0"}), ("", set(ROLES))):
+        harness = make_harness(model_id)
+        harness.router.claim(b"key", [].append)
+        asked = {name for name, messages in harness.down.items() for message in messages if message.claims}
+        assert asked == engines
+
+
 def test_an_engine_of_the_other_model_is_reported_as_that_and_as_no_fault_of_its_own() -> None:
     states = {
         engine.engine_id: (engine.state, engine.serves_other_model)
@@ -70,6 +78,24 @@ def test_a_stream_of_the_replaced_model_goes_on_among_its_engines_and_then_ends_
     assert "replaced" in str(stream.error)
     assert stream.finish is None
     assert not harness.cores["new0"].submitted
+    harness.assert_idle()
+
+
+def test_a_stream_of_the_replaced_model_waits_for_its_last_engine_while_that_may_come_back() -> None:
+    harness = make_harness()
+    request_id, stream = harness.admit(max_tokens=50)
+    harness.step_all()
+    last = harness.engine_of(request_id)
+    harness.router.apply_plan(make_plan(ROLES, generation=2, served_models=(NEW, OLD)))
+    harness.deliver()
+    harness.kill({"old0": "old1", "old1": "old0"}[last])
+    harness.cut(last)
+    harness.clock.advance(0.1)
+    harness.router.tick()
+    assert stream.error is None
+    harness.reconnect(last)
+    harness.run()
+    assert stream.finish is not None
     harness.assert_idle()
 
 

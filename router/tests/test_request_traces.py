@@ -140,6 +140,37 @@ def test_a_prompt_that_is_cut_has_a_prefill_on_each_engine(events, names):
     assert get_names(steps) == names
 
 
+@pytest.mark.parametrize(
+    ("event", "outcome"),
+    [
+        (("moved", "e0", "e1", "drain", 0.5), "done"),
+        (("blocked", "e0", "drain", "no_room"), "no_room"),
+        (("abandoned", "e0", "drain", "copy_timeout"), "copy_timeout"),
+        (("lost", "e0", "silence", 1), "silence"),
+        (("grant_asked", "e0", "e1", "manual", 101), "superseded"),
+        (("cancelled", "client_gone"), "cancelled"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else value,
+)
+def test_a_move_ends_when_its_outcome_is_known(event, outcome):
+    collected = Collected({})
+    clock, log = collected.harness.clock, collected.harness.state.decision_log
+    collected.traces.begin("r", clock.now_s, {})
+    begun = [
+        ("admitted", "", 100, 8, 5.0, 0.5, "", 0),
+        ("submitted", "e0", 1, 0, False),
+        ("first_token", "e0", 1.0, 0.9),
+        ("grant_asked", "e0", "e1", "drain", 101),
+    ]
+    for each in (*begun, event, ("finished", "length", 8, 1.0, 0.1, True)):
+        clock.advance(0.25)
+        if "r" in collected.traces:
+            log.record(clock.now_s, "r", *each)
+    _, _, moves = collected.take()
+    assert moves[0].attributes["sluice.outcome"] == outcome
+    assert moves[0].end_time - moves[0].start_time == pytest.approx(0.25e9, abs=1000)
+
+
 def test_a_move_that_its_source_refuses_says_why():
     collected = Collected(PD)
     harness = collected.harness
@@ -246,7 +277,7 @@ def test_a_share_of_the_requests_is_sampled(monkeypatch):
     [
         {},
         {ENDPOINT: ""},
-        {ENDPOINT: "http://c:4317", "OTEL_SDK_DISABLED": "true"},
+        {ENDPOINT: "http://c:4317", "OTEL_SDK_DISABLED": " True "},
         {ENDPOINT: "http://c:4317", "OTEL_TRACES_EXPORTER": "none"},
     ],
 )

@@ -187,6 +187,22 @@ async def test_a_slow_reader_is_cancelled_and_cut(text, readers, is_open):
     assert (cancelled, pipe.is_cut) == ([True], is_open)
 
 
+async def test_what_came_with_the_fault_goes_out_before_it(text, readers):
+    progress = AnswerProgress(1, 1)
+    response_stream = make_response_stream(text, readers, progress)
+    first, *others = text.encode_now(WORDS, add_special_tokens=False)
+    pipe = Pipe(response_stream, room=99)
+    response_stream.on_token(first, None)
+    response_stream.flush(0.0)
+    response_stream.open(pipe, 0.0)
+    for token_id in others:
+        response_stream.on_token(token_id, None)
+    response_stream.on_error(EngineFaultError("why"))
+    *events, fault = read_events(b"".join(pipe.events))
+    assert "".join(event["choices"][0]["text"] for event in events) == WORDS
+    assert fault["error"]["code"] == "engine_fault"
+
+
 async def test_the_first_choice_that_fails_fails_the_answer():
     progress = AnswerProgress(3, 3)
     progress.note_end(1, EngineFaultError("the first"))

@@ -251,4 +251,8 @@ def test_a_bad_end_has_the_engines_words_or_ours(reason, error, code, message):
     reason_value = getattr(sampling_pb2, f"FINISH_REASON_{reason}")
     say(harness, "d0", finished=[engine_pb2.Finished(slot=0, reason=reason_value, error=error)])
     assert (stream.error.code, stream.error.message) == (code, message)
+    # What its client goes on with elsewhere has not failed.
+    result = "cancelled" if reason == "CLAIMED" else "failed"
+    assert harness.state.metrics.counters["requests"] == {("", result): 1}
+    assert harness.count("rejected", code) == 1
     harness.assert_idle()

@@ -153,3 +153,16 @@ def test_a_request_that_a_client_names_is_found_by_either_id():
     assert queues.find("mine") is queues.find(stream_id) is queues.live[stream_id]
     assert queues.find(other) is queues.live[other]
     assert queues.find(request.request_id) is None
+
+
+def test_the_policy_hears_how_long_each_output_was_and_of_whatever_was_given_up(monkeypatch):
+    harness = Harness({"d0": "D"})
+    heard: dict[str, list[int]] = {}
+    policy = harness.state.active.policy
+    monkeypatch.setattr(policy, "note_finished", lambda name, number: heard.setdefault(name, []).append(number))
+    finished, cancelled, failed = (harness.admit(20, 4)[0] for _ in range(3))
+    harness.router.cancel(cancelled)
+    harness.run()
+    harness.router.fail_all(lambda: EngineFaultError("why"))
+    assert heard[finished][-1] == heard[failed][-1] == 4
+    assert heard[cancelled] == [0]

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
+import os
+import signal
+import socket
 import time
 from typing import TYPE_CHECKING
 
@@ -18,7 +22,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server_harness import PD, get, make_settings, running, until_ready, write_engine_addresses
 
 from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc, sampling_pb2
-from sluice_router.server import TICK_S, ListenError, RouterServer
+from sluice_router.server import TICK_S, ListenError, RouterServer, serve
+from sluice_router.settings import make_limits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -218,6 +223,17 @@ async def test_nothing_of_a_router_that_has_stopped_goes_on(settings):
     )
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_begins_the_shutdown(settings, number):
+    before = signal.getsignal(number)
+    serving_on = asyncio.create_task(serve(settings))
+    await until(lambda: signal.getsignal(number) is not before)
+    os.kill(os.getpid(), number)
+    async with asyncio.timeout(30):
+        await serving_on
+    asyncio.get_running_loop().remove_signal_handler(number)
+
+
 async def test_grace_is_limited(settings, tmp_path):
     engine = FakeEngine(FakeCore("d0"), step_s=0.05)
     async with serving(engine), running(settings.model_copy(update={"grace_s": 0.3})) as server:
@@ -234,12 +250,32 @@ async def test_grace_is_limited(settings, tmp_path):
             assert (await answer.json())["error"]["code"] == "draining"
 
 
-async def test_broken_plan_file_is_no_reason_not_to_start(settings, tmp_path):
-    (tmp_path / "plan.json").write_text("{")
+async def test_a_plan_of_a_newer_release_counts_and_an_engine_has_as_long_for_its_hello_as_the_option_says(tmp_path):
+    settings = make_settings(tmp_path, limits=make_limits(hello_timeout_s=0.1))
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps({**plan, "whatComesNext": 1}))
+    # It takes connections and says nothing.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        (tmp_path / "engines.json").write_text(json.dumps([address]))
+        async with running(settings) as server:
+            assert server.router.state.active.plan is not None
+            endpoints = server.router.state.engines.endpoints
+            await until(lambda: address in endpoints and endpoints[address].last_fault)
+            assert endpoints[address].last_fault == "the engine did not say hello within 0.1 s"
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("plan", ["{", '{"generation": "x"}', "{}", None], ids=["text", "field", "refused", "none"])
+async def test_broken_plan_file_is_no_reason_not_to_start(settings, tmp_path, caplog, plan):
+    (tmp_path / "plan.json").unlink()
+    if plan is not None:
+        (tmp_path / "plan.json").write_text(plan)
     async with running(settings) as server:
         status, text = await get(server, "/readyz")
         assert status == 503
         assert "no plan" in text
+        assert f"plan {tmp_path / 'plan.json'} is not applied" in caplog.text
 
 
 async def test_control_server_has_health_and_reflection(settings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import time
 
 import pytest
 from pydantic import ValidationError
@@ -12,6 +13,7 @@ import sluice_router
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, IterationShape, Role
 from sluice_core.scheduling.engine_table import EngineConfig
+from sluice_router import __main__ as program
 from sluice_router import errors
 from sluice_router.api.error_statuses import error_status_of
 from sluice_router.limit_type import Limit
@@ -63,6 +65,21 @@ def test_an_unknown_latency_profile_is_refused_by_name(value):
         parse_settings([*NEEDED, "--latency-profile", value], {})
 
 
+def test_a_router_serves_the_model_whose_id_it_was_told():
+    assert make_router(parse_settings([*NEEDED, "--model-id", "m7"], {})).state.model_id == "m7"
+
+
+def test_options_out_of_bounds_end_the_program_with_status_2(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["sluice_router", *NEEDED, "--http-port", "70000"])
+    assert program.main() == 2
+    assert "http_port" in capsys.readouterr().err
+
+
+def test_a_model_was_created_when_its_router_began():
+    begun_s = int(time.time())
+    assert begun_s <= make_router(parse_settings(NEEDED, {})).model.created_s <= time.time()
+
+
 def test_missing_option_is_refused(capsys):
     with pytest.raises(SystemExit):
         parse_settings([], {})
@@ -94,6 +111,70 @@ def test_every_limit_is_an_option():
     found = {value for module in modules for value in vars(module).values() if isinstance(value, Limit)}
     assert found == set(LIMITS)
     assert len({limit.name for limit in LIMITS}) == len(LIMITS)
+
+
+def test_a_router_that_is_told_nothing_keeps_to_these_limits():
+    limits = parse_settings(NEEDED, {}).limits
+    assert {limit.name: limits[limit] for limit in LIMITS} == {
+        "silence_limit_s": 2,
+        "iteration_age_floor_s": 2,
+        "iteration_age_factor": 5,
+        "resume_grace_s": 0.3,
+        "claim_timeout_s": 1,
+        "hello_timeout_s": 10,
+        "wait_limit_s": 30,
+        "stream_wait_limit_s": 600,
+        "max_waiting": 4096,
+        "max_recoveries": 3,
+        "max_deaths": 2,
+        "max_moves_per_engine": 16,
+        "grant_timeout_s": 2,
+        "copy_timeout_s": 5,
+        "pull_timeout_s": 10,
+        "drain_retry_s": 0.25,
+        "ring_size": 32_768,
+        "num_samples": 4096,
+    }
+
+
+def test_a_router_that_is_told_nothing_listens_for_this_machine_alone_and_trusts_nobody():
+    settings = parse_settings(NEEDED, {})
+    assert (settings.host, settings.http_port, settings.grace_s, settings.share_ports) == ("127.0.0.1", 8000, 30, False)
+    assert (settings.grpc_port, settings.control_port, settings.metrics_port) == (0, 0, 0)
+    assert (settings.api_keys, settings.allowed_origins, settings.front_tls, settings.peer_tls) == ("", "", "", "")
+    assert (settings.jwt.jwt_keys, settings.jwt.jwt_owner_claim, settings.jwt.jwt_leeway_s) == ("", "sub", 30)
+
+
+@pytest.mark.parametrize(
+    ("option", "bound", "is_allowed"),
+    [
+        ("resume-grace-s", "0", True),
+        ("max-recoveries", "0", True),
+        ("ring-size", "0", True),
+        ("num-samples", "0", True),
+        ("iteration-age-factor", "1", True),
+        ("max-waiting", "1", True),
+        ("max-deaths", "1", True),
+        ("max-moves-per-engine", "1", True),
+        ("http-port", "65535", True),
+        ("grace-s", "0", True),
+        ("jwt-leeway-s", "300", True),
+        ("hello-timeout-s", "0", False),
+        ("wait-limit-s", "0", False),
+        ("claim-timeout-s", "0", False),
+        ("iteration-age-factor", "0.9", False),
+        ("max-waiting", "0", False),
+        ("max-deaths", "0", False),
+        ("jwt-leeway-s", "300.1", False),
+    ],
+)
+def test_options_may_have_their_bounds_and_nothing_beyond(option, bound, is_allowed):
+    arguments = [*NEEDED, f"--{option}", bound]
+    if is_allowed:
+        parse_settings(arguments, {})
+        return
+    with pytest.raises(ValidationError, match=option.replace("-", "_")):
+        parse_settings(arguments, {})
 
 
 def test_a_limit_that_no_option_changes_has_its_default():

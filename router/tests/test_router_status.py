@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 from pathlib import Path
 
@@ -12,9 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_core.records import EngineId
+from sluice_router.api.control_service import ControlService
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.errors import EngineFaultError, InvalidRequestError, QueueFullError
+from sluice_router.observability.metrics import Histogram, RouterMetrics
 from sluice_router.scheduling.state import RouterState
 from sluice_router.scheduling.status.gauges import RouterCollector
 from sluice_router.settings import make_limits
@@ -71,6 +75,48 @@ def read_samples(harness: Harness) -> dict[tuple[str, ...], float]:
     """All samples of a scrape, by name and label values."""
     families = text_string_to_metric_families(harness.router.format_metrics().decode())
     return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
+
+
+def test_each_histogram_is_shown_by_its_own_name():
+    metrics = RouterMetrics()
+    labelled = {
+        "ttft": ("slo_class", metrics.ttft_s),
+        "tpot": ("slo_class", metrics.tpot_s),
+        "itl": ("slo_class", metrics.itl_s),
+        "request_duration": ("slo_class", metrics.duration_s),
+        "queue": ("slo_class", metrics.queue_s),
+        "ttft_prediction_error": ("slo_class", metrics.ttft_prediction_error_s),
+        "move_duration": ("cause", metrics.move_s),
+        "recovery_stall": ("reason", metrics.recovery_stall_s),
+    }
+    plain = {"decision": metrics.decision_s, "loop_lag": metrics.loop_lag_s}
+    for number, (_, histograms) in enumerate(labelled.values(), 1):
+        for _ in range(number):
+            histograms["x"].observe(0.1)
+    for number, histogram in enumerate(plain.values(), 100):
+        for _ in range(number):
+            histogram.observe(0.1)
+    counts = {
+        (sample.name, *(item for item in sample.labels.items() if item[0] != "le")): sample.value
+        for family in metrics.collect()
+        for sample in family.samples
+        if sample.labels.get("le") == "+Inf"
+    }
+    assert counts == {
+        **{
+            (f"sluice_{name}_seconds_bucket", (label, "x")): number
+            for number, (name, (label, _)) in enumerate(labelled.items(), 1)
+        },
+        **{(f"sluice_{name}_seconds_bucket",): number for number, name in enumerate(plain, 100)},
+    }
+
+
+def test_a_histogram_counts_what_is_up_to_each_bound():
+    histogram = Histogram((0.5, 1.0))
+    for value in (0.5, 0.6, 1.0, 7.0, -1.0):
+        histogram.observe(value)
+    assert histogram.format_buckets() == [("0.5", 2), ("1.0", 4), ("+Inf", 5)]
+    assert histogram.total == pytest.approx(8.1)
 
 
 def test_gauges_say_where_moves_and_engines_are():
@@ -234,6 +280,25 @@ def test_finished_requests_are_news_once_a_second():
     harness.clock.advance(1)
     harness.router.tick()
     assert harness.state.status.version == version + 1
+
+
+async def test_a_poll_waits_as_long_as_it_asks_for_and_a_minute_at_most(monkeypatch):
+    router, waits = Harness({"d0": "D"}).router, []
+
+    @contextlib.asynccontextmanager
+    async def end_at_once(delay_s: float):
+        waits.append(delay_s)
+        raise TimeoutError
+        yield
+
+    monkeypatch.setattr(asyncio, "timeout", end_at_once)
+    version = router.describe().version
+    for timeout_s in (-1.0, 5.0, 60.0, 1000.0):
+        request = control_pb2.GetStatusRequest(after_version=version, timeout_s=timeout_s)
+        assert (await ControlService(router).GetStatus(request, None)).version == version
+    # Without a version it waits for nothing.
+    await ControlService(router).GetStatus(control_pb2.GetStatusRequest(timeout_s=5.0), None)
+    assert waits == [0.0, 5.0, 60.0, 60.0]
 
 
 def test_new_transport_of_an_engine_is_news():

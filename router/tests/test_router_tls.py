@@ -21,6 +21,7 @@ from server_harness import PD, get, make_settings, running, until_ready, write_e
 from sluice.certificate_rotation import CertificateFolder
 from sluice.grpc_credentials import PeerCheck, make_channel, make_server_credentials
 from sluice.v1 import control_pb2, control_pb2_grpc
+from sluice_router.security.tls import RouterSecurity, SecuritySettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -213,6 +214,16 @@ async def test_the_control_port_is_the_control_planes(tmp_path, settings, author
             assert (await get(server, "/livez"))[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("given", "origins"),
+    [("", set()), ("https://a", {"https://a"}), ("https://a,https://b,", {"https://a", "https://b"})],
+)
+def test_pages_that_may_call_stand_between_commas(given, origins):
+    assert RouterSecurity(SecuritySettings(allowed_origins=given)).client_access.origins == origins
+
+
 def test_peers_must_be_named(tmp_path):
+    with pytest.raises(ValidationError, match="--peer-tls needs --engine-name and --control-name"):
+        make_settings(tmp_path, peer_tls="x", control_name="y")
     with pytest.raises(ValidationError, match="--peer-tls needs --engine-name and --control-name"):
         make_settings(tmp_path, peer_tls="x", engine_name=ENGINE)

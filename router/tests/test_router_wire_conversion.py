@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from data_plane_harness import Harness
 from fake_engine import make_plan
 
-from sluice.v1 import engine_pb2, plan_pb2
+from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId, EnginePlan, MoveCause, Role, Slo, SloClass
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.strategies import STRATEGIES
 from sluice_core.strategy_parameters import EarlyRejection
 from sluice_router.scheduling import wire_conversion
+from sluice_router.text.prompt_hashes import PrefixScheme
 
 
 def test_plan_is_read_in_core_units():
@@ -70,6 +72,45 @@ def test_load_report_is_read_field_by_field():
     load = wire_conversion.load_from(report, 0.5)
     assert {name: getattr(load, name) for name in names} == {name: getattr(report, name) for name in names}
     assert load.iteration_remaining_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "prefill_phase_s", "saved_tpot_s"),
+    [
+        ({}, 0.0, math.inf),
+        ({"prefill_phase_s": 1.0, "saved_tpot_s": 2.0}, 1.25, 1.75),
+        ({"prefill_phase_s": 0.0, "saved_tpot_s": 0.0}, 0.0, -0.25),
+    ],
+)
+def test_times_of_a_load_report_count_from_when_it_is_read(fields, prefill_phase_s, saved_tpot_s):
+    load = wire_conversion.load_from(engine_pb2.LoadReport(iteration_age_s=0.25, **fields), 0.0)
+    assert (load.prefill_phase_s, load.saved_tpot_s) == (prefill_phase_s, saved_tpot_s)
+
+
+@pytest.mark.parametrize(
+    ("root", "block_size_tokens", "is_known"), [(b"r", 16, True), (b"r", 0, False), (b"", 16, False)]
+)
+def test_an_engine_that_does_not_say_how_it_hashes_reports_no_prefixes(root, block_size_tokens, is_known):
+    hello = engine_pb2.EngineHello(prefix_root=root, block_size_tokens=block_size_tokens)
+    scheme = wire_conversion.prefix_scheme_from(hello)
+    assert scheme == (PrefixScheme(root=root, block_size_tokens=block_size_tokens) if is_known else None)
+
+
+@pytest.mark.parametrize(
+    ("value", "role"),
+    [
+        (plan_pb2.ROLE_UNSPECIFIED, Role.DECODE_HEAVY),
+        (plan_pb2.ROLE_PREFILL_HEAVY, Role.PREFILL_HEAVY),
+        (plan_pb2.ROLE_DECODE_HEAVY, Role.DECODE_HEAVY),
+    ],
+)
+def test_an_engine_without_a_role_serves_as_a_decode_heavy_one(value, role):
+    assert wire_conversion.role_from(value) is role
+
+
+@pytest.mark.parametrize(("temperature", "is_random"), [(None, True), (0.0, False), (0.1, True), (1.0, True)])
+def test_sampling_is_random_but_at_temperature_zero(temperature, is_random):
+    assert wire_conversion.is_random(sampling_pb2.SamplingParams(temperature=temperature)) is is_random
 
 
 def test_submit_carries_durations_and_no_times():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from sluice.wire_fields import constraint_names, optional_numbers, read_sampling
 from sluice_core.records import RequestId
 from sluice_router.api.edge_metrics import EdgeMetrics
 from sluice_router.api.grpc import grpc_fields
-from sluice_router.api.length_limits import check_num_characters
+from sluice_router.api.length_limits import check_num_characters, check_prompt_size, limit_output
 from sluice_router.api.objectives import RequestObjectives
 from sluice_router.api.openai_requests import (
     MAX_STRUCTURE_CHARACTERS,
@@ -26,11 +27,14 @@ from sluice_router.api.openai_requests import (
     StructuredOutputs,
     check,
 )
-from sluice_router.api.request_building import Caller
+from sluice_router.api.request_building import Caller, NewRequestBuilder
 from sluice_router.api.request_preparation import RequestPreparer
 from sluice_router.api.slow_readers import SlowReaderLimits, SlowReaders
 from sluice_router.api.structured_output import check_constraint, find_constraint
-from sluice_router.text.tokenizer import ModelText
+from sluice_router.errors import ModelNotFoundError
+from sluice_router.scheduling.requests import ServedModel
+from sluice_router.text.chat_template import ChatTemplate
+from sluice_router.text.tokenizer import GenerationDefaults, ModelText
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,6 +116,16 @@ async def test_special_tokens_are_added_to_completions_and_templates_write_them(
     assert (request.prompt_token_ids[0] == 0) is has_bos
 
 
+@pytest.mark.parametrize(("prompt", "number"), [("x", 1), ([5, 6], 0), (["x", "y"], 2)])
+async def test_the_time_of_each_text_that_is_tokenized_is_measured(text, prompt, number):
+    metrics = EdgeMetrics(SlowReaders(SlowReaderLimits()))
+    caller = Caller(arrival_s=0.0, objectives=RequestObjectives(), request_id=RequestId("req-1"))
+    preparer = RequestPreparer(FakePlane(), text, metrics)
+    await preparer.prepare_completion(check(CompletionBody, {"prompt": prompt}), caller)
+    assert sum(metrics.tokenize_s.counts) == number
+    assert bool(metrics.tokenize_s.total) is bool(number)
+
+
 @pytest.mark.parametrize(("asked", "max_tokens"), [(None, 33), (40, 40)])
 async def test_model_says_how_long_outputs_are_unless_the_client_does(text_with_bos, asked, max_tokens):
     body = check(CompletionBody, {"prompt": "x", "max_tokens": asked})
@@ -170,6 +184,145 @@ def test_a_schema_may_be_as_long_as_the_limit_and_no_longer(excess):
     with pytest.raises(FieldError, match="guided_json: at most 65536 characters, not 65537") as caught:
         check_constraint(constraint)
     assert caught.value.field == "guided_json"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [('{"a": 1}', "{'a': 1}"), ({"a": 1}, "{'a': 1}"), ("", "{}"), ("no JSON", "no JSON")]
+)
+async def test_templates_get_arguments_of_calls_as_objects_where_they_are(tmp_path, given, shown):
+    write_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].tool_calls[0].function.arguments }}")
+    model = ModelText.load(tmp_path)
+    call = {"type": "function", "function": {"name": "f", "arguments": given}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    request = await prepare_request(check(ChatBody, {"messages": [message]}), model)
+    model.close()
+    assert "".join(model.decode_token(token_id)[0] for token_id in request.prompt_token_ids) == shown
+
+
+@pytest.mark.parametrize(
+    ("models", "asked", "top_k"), [(-1, None, 0), (20, None, 20), (20, -1, 0), (20, 0, 0), (-1, 5, 5)]
+)
+def test_engines_are_told_of_no_limit_of_candidates_by_zero(models, asked, top_k):
+    builder = NewRequestBuilder(GenerationDefaults(sampling={"top_k": models}, vocabulary_tokens=10))
+    fields = {"prompt": [1]} | ({} if asked is None else {"top_k": asked})
+    caller = Caller(arrival_s=0.0, objectives=RequestObjectives(), request_id=RequestId("req-1"))
+    body = check(CompletionBody, fields)
+    prepared = builder.build(body, "prompt", array("I", [1]), caller, max_model_len_tokens=99, owner_limit_tokens=None)
+    assert prepared.request.sampling.top_k == top_k
+
+
+@pytest.mark.parametrize(
+    ("ignore_eos", "given", "stops"),
+    [(False, [], [0, 2]), (True, [], []), (False, [7], [0, 2, 7]), (True, [7], [7]), (False, [2], [0, 2])],
+)
+def test_an_output_ends_with_the_models_ends_unless_they_are_ignored(ignore_eos, given, stops):
+    builder = NewRequestBuilder(GenerationDefaults(eos_token_ids=frozenset({2, 0}), vocabulary_tokens=10))
+    caller = Caller(arrival_s=0.0, objectives=RequestObjectives(), request_id=RequestId("req-1"))
+    body = check(CompletionBody, {"prompt": [1], "ignore_eos": ignore_eos, "stop_token_ids": given})
+    prepared = builder.build(body, "prompt", array("I", [1]), caller, max_model_len_tokens=99, owner_limit_tokens=None)
+    assert list(prepared.request.sampling.stop_token_ids) == stops
+    assert prepared.output.hidden_token_ids == set(stops)
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_chat_may_have_4096_messages_and_no_more(excess):
+    fields = {"messages": [{}] * (4096 + excess)}
+    if not excess:
+        check_prompt_size(fields, None)
+        return
+    with pytest.raises(FieldError, match="messages: at most 4096 messages, not 4097"):
+        check_prompt_size(fields, None)
+
+
+def test_a_template_is_told_of_no_tools_and_documents_where_there_are_none():
+    template = ChatTemplate({"default": "{{ tools is none }} {{ documents is none }}"}, {})
+    assert template.render([], tools=[]) == template.render([]) == "True True"
+
+
+@pytest.mark.parametrize("served", ["tiny", ""])
+@pytest.mark.parametrize("asked", ["tiny", "other", "", None])
+async def test_another_model_than_the_one_that_is_served_is_refused(text, served, asked):
+    plane = FakePlane()
+    plane.model = ServedModel(name=served, max_model_len_tokens=512, created_s=0)
+    preparer = RequestPreparer(plane, text, EdgeMetrics(SlowReaders(SlowReaderLimits())))
+    if not (served and asked == "other"):
+        preparer.check_model(asked)
+        return
+    with pytest.raises(ModelNotFoundError, match="model 'other' does not exist; this router serves 'tiny'") as caught:
+        preparer.check_model(asked)
+    assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize(("owner", "max_tokens"), [("alice", 5), ("bob", 16), ("", 16)])
+async def test_an_output_is_no_longer_than_its_owner_may_ask_for(text, owner, max_tokens):
+    plane = FakePlane()
+    plane.output_limits = {"alice": 5}
+    preparer = RequestPreparer(plane, text, EdgeMetrics(SlowReaders(SlowReaderLimits())))
+    caller = Caller(
+        arrival_s=0.0,
+        objectives=RequestObjectives(),
+        request_id=RequestId("req-1"),
+        default_output_tokens=16,
+        owner=owner,
+    )
+    [prepared] = await preparer.prepare_completion(check(CompletionBody, {"prompt": "x"}), caller)
+    assert prepared.request.sampling.max_tokens == max_tokens
+
+
+def test_the_first_token_id_beyond_the_vocabulary_is_named():
+    builder = NewRequestBuilder(GenerationDefaults(vocabulary_tokens=10))
+    builder.check_token_ids("prompt", [0, 9])
+    with pytest.raises(FieldError, match=r"prompt\[1\]: token ids are below 10, not 10"):
+        builder.check_token_ids("prompt", [9, 10, 12, 11])
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_alternatives_need_logprobs_even_where_there_are_none(number):
+    chat = {"messages": [{"role": "user", "content": "x"}], "top_logprobs": number}
+    assert check(ChatBody, {**chat, "logprobs": True}).num_logprobs == number
+    for logprobs in ({}, {"logprobs": False}):
+        with pytest.raises(FieldError, match="top_logprobs is only allowed when logprobs is true"):
+            check(ChatBody, {**chat, **logprobs})
+
+
+@pytest.mark.parametrize(
+    ("asked", "default", "owner_limit", "room", "max_tokens"),
+    [
+        (None, 16, None, 400, 16),
+        (None, 16, 99, 400, 16),
+        (None, 16, 5, 400, 5),
+        (None, None, 99, 400, 99),
+        (None, None, 500, 400, 400),
+        (None, None, None, 400, 400),
+        (7, 16, 7, 400, 7),
+        (20, 16, None, 400, 20),
+        (None, None, None, None, 16),
+        (None, 33, None, None, 33),
+        (None, 33, 9, None, 9),
+        (99, 33, None, None, 99),
+    ],
+)
+def test_an_output_is_as_long_as_client_model_and_owner_let_it_be(asked, default, owner_limit, room, max_tokens):
+    length = limit_output(
+        check(CompletionBody, {"prompt": "x", "max_tokens": asked}),
+        "prompt",
+        [1] * 100,
+        default_tokens=default,
+        owner="alice",
+        owner_limit_tokens=owner_limit,
+        max_model_len_tokens=None if room is None else 100 + room,
+    )
+    assert length == max_tokens
+
+
+def test_the_reason_of_a_refused_grammar_is_one_line_of_200_characters():
+    grammar = f"start: {'n' * 300}\nn: /a/\n"
+    with pytest.raises(FieldError, match="guided_grammar: cannot be compiled: ") as caught:
+        check_constraint(("guided_grammar", "grammar", grammar))
+    reason = str(caught.value).partition("cannot be compiled: ")[2].rpartition(", in ")[0]
+    assert len(reason) == 200
+    assert "\n" not in reason
 
 
 @pytest.mark.parametrize("excess", [0, 1])

@@ -11,7 +11,7 @@ from sluice_core.latency import OnlineLatencyModel
 from sluice_router.settings import load_profile, make_limits
 
 
-def test_silent_engine_is_lost_after_its_limit():
+def test_silent_engine_is_lost_after_its_limit(caplog):
     harness = Harness(TWO, limits=make_limits(silence_limit_s=2, iteration_age_floor_s=50))
     request_id, response_stream = harness.admit(20, 30)
     silent = harness.engine_of(request_id)
@@ -23,6 +23,7 @@ def test_silent_engine_is_lost_after_its_limit():
     for _ in range(3):
         tick_with(harness, other)
     assert harness.closed == [(silent, "silence")]
+    assert f"engine {silent}: silent for 2." in caplog.text
     harness.run()
     assert response_stream.token_ids == expected_output(response_stream.prompt, 30)
     harness.assert_idle()

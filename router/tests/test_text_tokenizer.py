@@ -44,6 +44,18 @@ def test_reads_ends_defaults_and_length(load):
     assert defaults.vocabulary_tokens == 400
 
 
+@pytest.mark.parametrize("eos", ["<|endoftext|>", {"content": "<|endoftext|>"}], ids=["text", "token"])
+def test_ends_are_those_of_all_files(load, eos):
+    defaults = load(
+        config={"eos_token_id": 3}, generation_config={"eos_token_id": [4, 5]}, tokenizer_config={"eos_token": eos}
+    ).defaults
+    assert defaults.eos_token_ids == {0, 3, 4, 5}
+
+
+def test_a_seed_of_the_models_files_is_nobodys(load):
+    assert load(generation_config={"seed": 7}).defaults.sampling.keys() == {"temperature", "top_k"}
+
+
 def test_most_output_tokens_of_the_model(load):
     assert load().defaults.max_tokens is None
     assert load(generation_config={"max_new_tokens": 33}).defaults.max_tokens == 33
