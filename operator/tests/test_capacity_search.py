@@ -25,7 +25,7 @@ from sluice_operator.autoscaling.capacity_messages import (
 from sluice_operator.autoscaling.capacity_search import search_capacity
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
 from sluice_operator.autotune.search import make_candidate, make_effort, make_problem
-from sluice_operator.autotune.search_process import MAX_LIMIT_S, SearchError, SearchRunner, compute_limit_s
+from sluice_operator.autotune.search_process import SearchError, SearchRunner, compute_limit_s
 from sluice_operator.autotune.workload import WorkloadSample
 
 if TYPE_CHECKING:
@@ -247,5 +247,5 @@ def test_a_search_may_take_as_long_as_one_for_each_size(monkeypatch: pytest.Monk
 
     for sizes in ((1, 2), (1, 2, 4, 8, 16)):
         asyncio.run(capacity_process.run_capacity_search(Runner(), request := make_request(sizes=sizes)))
-        limit_s = min(sum(compute_limit_s(size) for size in sizes), MAX_LIMIT_S)
+        limit_s = min(sum(compute_limit_s(size) for size in sizes), 600.0)
         assert asked.pop() == (capacity_process.COMMAND, request.to_json(), limit_s, CapacityResult.from_json)

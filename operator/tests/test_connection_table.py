@@ -10,7 +10,7 @@ import pytest
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_operator.api.names import ClusterKey
 from sluice_operator.routers import connection_table
-from sluice_operator.routers.connection_table import RESTART_S, RouterAddress, RouterConnections
+from sluice_operator.routers.connection_table import RouterAddress, RouterConnections
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -190,5 +190,5 @@ async def test_a_connection_that_fails_is_opened_again(table: Table, monkeypatch
     connection.failures = [ValueError("a mistake"), ValueError("another")]
     for _ in range(6):
         await sleep(0)
-    assert slept_s == [RESTART_S, RESTART_S]
+    assert slept_s == [5.0, 5.0]
     assert connection.is_running
