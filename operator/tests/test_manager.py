@@ -21,6 +21,8 @@ from kopf._core.actions.invocation import invoke
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
+from sluice.certificates import CertificateError
+from sluice_operator import __main__ as program
 from sluice_operator.__main__ import find_cause
 from sluice_operator.api.names import ClusterKey
 from sluice_operator.controller import informer as informer_module
@@ -648,3 +650,42 @@ async def test_the_program_runs_with_the_api_server_s_configuration(monkeypatch:
     await manager.run_operator(settings)
     (given, api), ran = made
     assert (given, api.configuration, ran) == (settings, configuration, "ran")
+
+
+# The program.
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (None, 0, ""),
+        (ExceptionGroup("g", [LeaseLostError("pod-1 no longer leads")]), 1, "exits: pod-1 no longer leads"),
+        (CertificateError("no tls.key"), 2, "cannot start: no tls.key"),
+    ],
+    ids=["it was stopped", "the lease was lost", "no certificate"],
+)
+def test_the_exit_status_says_how_the_process_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error, status: int, said: str
+) -> None:
+    given: list[object] = []
+
+    async def run(settings: OperatorSettings) -> None:
+        given.append(settings.identity)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(program, "run_operator", run)
+    monkeypatch.setattr(program, "set_up_logs", given.append)
+    monkeypatch.setattr("sys.argv", ["sluice_operator", "--identity", "pod-1", "--log-level", "DEBUG"])
+    assert program.main() == status
+    assert given == ["DEBUG", "pod-1"]
+    assert caplog.messages == [said] * bool(said)
+
+
+def test_settings_out_of_bounds_end_the_program_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["sluice_operator", "--workers", "0"])
+    monkeypatch.delattr(program, "run_operator")
+    assert program.main() == 2
+    assert "workers" in capsys.readouterr().err
