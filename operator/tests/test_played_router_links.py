@@ -52,8 +52,9 @@ class Link:
         )
 
     @asynccontextmanager
-    async def open_channel(self, address: str, tls: ControlTls | None, _options: Any) -> AsyncIterator[None]:
+    async def open_channel(self, address: str, tls: ControlTls | None, options: Any) -> AsyncIterator[None]:
         self.channels.append((address, tls and tls.certificates.current))
+        self.options = dict(options)
         yield
 
     async def sleep(self, seconds: float) -> None:
@@ -125,6 +126,7 @@ async def test_a_status_is_asked_for_after_the_one_that_is_known(link: Link) -> 
     assert link.connection.generation == 4
     assert (link.told, link.slept_s, link.logged) == ([3, 4], [], [])
     assert link.channels == [("10.0.0.1:7", None)]
+    assert link.options["grpc.max_reconnect_backoff_ms"] <= 1000, "a router that starts again is reached soon"
 
 
 async def test_a_router_that_is_gone_is_told_once_and_asked_from_the_beginning(link: Link) -> None:
