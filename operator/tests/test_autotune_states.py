@@ -202,9 +202,9 @@ def test_enough_requests_and_a_cool_down_prove_sliders_and_stay_their_measuremen
     assert decision.decide(younger, observe(counts=start + ENOUGH)).trial == younger.trial
 
 
-def test_a_trial_that_is_too_old_is_lost() -> None:
-    age_s = 4 * COOLDOWN_S
-    few = observe(counts=SloCounts(num_finished=1, num_met_both=1))
+@pytest.mark.parametrize(("cooldown_s", "age_s"), [(COOLDOWN_S, 4 * COOLDOWN_S), (1.0, 30.0)])
+def test_a_trial_that_is_too_old_is_lost(cooldown_s: float, age_s: float) -> None:
+    few = observe(counts=SloCounts(num_finished=1, num_met_both=1), cooldown_s=cooldown_s)
     for old_s, tuned in ((age_s, FOR_SHORT), (age_s - 0.1, FOR_LONG)):
         assert decision.decide(put_on_trial(started_s=NOW - old_s), few).tuned == tuned
         assert decision.decide(put_on_trial(started_s=NOW - old_s), replace(few, is_settled=False)).tuned == tuned
