@@ -153,7 +153,9 @@ async def test_tls_is_spoken_with_routers_that_have_a_name_where_we_have_a_certi
         assert (secured.tls.certificates, secured.tls.server_name) == ("ours", "c.n.svc")
 
 
-async def test_statuses_are_recorded_and_news_enqueue_the_cluster(table: Table) -> None:
+async def test_statuses_are_recorded_and_news_enqueue_the_cluster(
+    table: Table, caplog: pytest.LogCaptureFixture
+) -> None:
     table.connections.set_routers(KEY, {"r1": at("10.0.0.1"), "r2": at("10.0.0.2")})
     one, other = PlayedConnection.made
     one.say(generation=1)
@@ -171,6 +173,8 @@ async def test_statuses_are_recorded_and_news_enqueue_the_cluster(table: Table) 
     assert table.connections.statuses(KEY) == table.connections.statuses(OTHER) == table.connections.refusals(OTHER)
     other.log("the certificate is another one's")
     assert table.take() == ([KEY], [])
+    (line,) = caplog.records
+    assert (line.getMessage(), line.__dict__["object"]) == ("the certificate is another one's", str(KEY))
     table.connections.set_routers(KEY, {})
     other.say(generation=9)
     assert table.take() == ([], [])
