@@ -93,11 +93,11 @@ async def test_every_router_gets_each_plan_once_whenever_it_comes(table: Table) 
     table.connections.set_routers(KEY, {"r1": at("10.0.0.1")})
     table.connections.set_routers(OTHER, {"r1": at("10.0.0.9")})
     table.connections.set_plan(KEY, PLANS[1])
-    table.connections.set_routers(KEY, {"r1": at("10.0.0.1"), "r2": at("10.0.0.2")})
+    table.connections.set_routers(KEY, {"r1": at("10.0.0.1"), "r2": RouterAddress(host="10.0.0.2", worker=2)})
     table.connections.set_plan(KEY, PLANS[1])
     table.connections.set_plan(KEY, PLANS[2])
     first, foreign, second = PlayedConnection.made
-    assert [each.address for each in PlayedConnection.made] == ["10.0.0.1:1234", "10.0.0.9:1234", "10.0.0.2:1234"]
+    assert [each.address for each in PlayedConnection.made] == ["10.0.0.1:1234", "10.0.0.9:1234", "10.0.0.2:1236"]
     assert first.plans == second.plans == [PLANS[1], PLANS[2]]
     assert foreign.plans == []
     assert table.connections.count() == 3
