@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -65,6 +66,12 @@ def test_the_help_lists_each_command_with_the_first_line_of_its_own_help() -> No
         assert (command.help or "").splitlines()[0] == summary
         assert summary.split()[0] in run("--help")[1]
     assert "No such command 'x'" in run("x")[1]
+
+
+def test_the_reference_page_has_every_option_with_its_default_and_variable() -> None:
+    page = EXAMPLE.parents[1] / "docs" / "reference" / "cli.md"
+    written = runpy.run_path(str(page.parents[1] / "cli_reference.py"))["write_reference"]()
+    assert written.splitlines() == page.read_text().splitlines(), "run `make reference`"
 
 
 @pytest.mark.parametrize(
