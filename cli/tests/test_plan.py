@@ -143,6 +143,9 @@ def test_a_wrong_row_is_named(tmp_path: Path) -> None:
     code, output = run(*CLUSTER, *QUICK, "--replicas", "1", "--trace", str(path))
     assert code == 1
     assert f"{path}, line 2: completion_tokens is 0" in output
+    # Left out, it is no reason to refuse: the next one is named.
+    output = run(*CLUSTER, *QUICK, "--trace", str(path), "--skip-unanswered")[1]
+    assert "without a manifest, --replicas must be given" in output
 
 
 def test_a_manifest_gives_bounds_objectives_and_the_plan_in_force() -> None:

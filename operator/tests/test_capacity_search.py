@@ -93,6 +93,9 @@ def test_sliders_of_a_size_are_those_of_the_nearest_one_scaled() -> None:
     assert result.find_sliders(1) == one
     assert result.find_sliders(12) == replace(sliders, num_prefill_heavy=3)
     assert result.curve.count_engines(4.5, 1, 8) == 3
+    # Of two that are as near, the smaller one.
+    between = CapacityResult(points=(replace(points[0], replicas=2), replace(points[1], replicas=4)))
+    assert between.find_sliders(3) == replace(one, num_prefill_heavy=2)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"points": []}', '{"points": [{"replicas": 0}]}'])
