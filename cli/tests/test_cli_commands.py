@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import aiohttp
 import click
 import pytest
 from aiohttp import web
@@ -24,6 +25,7 @@ from worker_ports import CLUSTER_PORTS, NAMED_PORTS
 
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_cli.demo.openai_client import CompletionStream
+from sluice_cli.local_cluster import decision_log_client
 from sluice_cli.local_cluster.cluster_directory import ClusterDirectory, ProcessRecord, read_start_time
 from sluice_cli.local_cluster.cluster_status import (
     RouterStatusRow,
@@ -139,6 +141,15 @@ async def test_a_decision_log_is_fetched_from_the_very_process_with_a_key() -> N
             await fetch_decision_log([router], "r")
     finally:
         await runner.cleanup()
+
+
+async def test_a_router_that_does_not_answer_in_time_does_not_know_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision_log_client, "TIMEOUT", aiohttp.ClientTimeout(total=0.05))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        router = RouterStatusRow(name="router-0", url="http://127.0.0.1:1", metrics_url=url)
+        with pytest.raises(UnknownRequestError, match="routers asked: router-0"):
+            await fetch_decision_log([router], "r")
 
 
 def test_the_line_to_try_carries_what_the_router_asks_for() -> None:
