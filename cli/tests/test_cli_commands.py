@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import click
@@ -267,6 +267,31 @@ def test_the_status_prefers_live_links_to_lost_ones_and_sums_attainment() -> Non
     assert "rolled back: slow" in shown
     assert "20 finished, TTFT 90 %, TPOT 100 %, both 90 %" in shown
     assert "http://127.0.0.1:8000/v1/chat/completions" in make_curl_line(view)
+
+
+@pytest.mark.parametrize(
+    ("state", "shown"),
+    [
+        (control_pb2.ENGINE_STATE_READY, "[green]ready[/]"),
+        (control_pb2.ENGINE_STATE_DRAINING, "[yellow]draining[/]"),
+        (control_pb2.ENGINE_STATE_LOST, "[red]lost[/]"),
+        (control_pb2.ENGINE_STATE_REFUSED, "[red]refused[/]"),
+        (control_pb2.ENGINE_STATE_CONNECTING, "[dim]starting[/]"),
+    ],
+)
+def test_an_engines_state_has_its_colour_and_a_class_without_requests_no_shares(state: Any, shown: str) -> None:
+    answer = status(state, 50)
+    answer.classes[0].Clear()
+    view = make_cluster_status(
+        name="c",
+        phase="ready",
+        manifest="m",
+        model="tiny",
+        processes=[ProcessRecord(name="engine-0", kind="engine", pid=2, num_starts=1)],
+        statuses={"router-0": answer},
+    )
+    table = make_cluster_table(view)
+    assert (list(table.columns[2].cells), table.caption) == ([shown], None)
 
 
 def test_a_decision_log_shows_candidates_and_every_event() -> None:
