@@ -20,7 +20,9 @@ from sluice_operator.api.manifest import parse_manifest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-cpu.yaml"
 # Modules by their full names: their packages have commands of the same names.
-UP, DOWN, EXPLAIN = (importlib.import_module(f"sluice_cli.commands.{name}") for name in ("up", "down", "explain"))
+UP, DOWN, EXPLAIN, DEMO = (
+    importlib.import_module(f"sluice_cli.commands.{name}") for name in ("up", "down", "explain", "demo")
+)
 OPTIONS = ("--http-port", "4321", "--volume", "models=/m", "--secret", "keys=/k", "--port-range", "21000-21999")
 GIVEN = UpOptions(
     manifest=EXAMPLE,
@@ -87,6 +89,26 @@ def test_down_stops_the_clusters_that_are_meant_at_once_or_after_their_streams(
     monkeypatch.setattr(DOWN, "stop_cluster", stop)
     assert run("down", *arguments)[0] == 0
     assert found == stopped
+
+
+def test_down_looks_after_a_named_cluster_though_no_launcher_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ClusterDirectory("a").path.mkdir(parents=True)
+    found: list[str] = []
+    monkeypatch.setattr(DOWN, "stop_cluster", lambda directory, **_: found.append(directory.name))
+    assert run("down") == (0, "nothing runs\n")
+    assert (run("down", "--cluster", "a"), found) == ((0, ""), ["a"])
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_demo_keeps_its_cluster_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch, *, is_kept: bool) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr(DEMO, "run_demo", lambda manifest, ports, *_, is_kept: shown.append((manifest, ports, is_kept)))
+    keep = ["--keep"] if is_kept else []
+    assert run("demo", "--manifest", str(EXAMPLE), "--port-range", "21000-21999", *keep) == (0, "")
+    assert shown == [(EXAMPLE, range(21000, 22000), is_kept)]
 
 
 @pytest.mark.parametrize("is_variable", [True, False])

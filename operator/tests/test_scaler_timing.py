@@ -158,7 +158,7 @@ async def test_after_a_search_comes_a_rest_as_long_as_it_took(scaling: Scaling, 
     [(SearchError("too slow"), "too slow"), (ValueError("a mistake"), "the search failed: a mistake")],
 )
 async def test_a_search_that_failed_is_said_and_repeated_after_a_pause(
-    scaling: Scaling, error: Exception, message: str
+    scaling: Scaling, caplog: pytest.LogCaptureFixture, error: Exception, message: str
 ) -> None:
     scaling.update()
     await scaling.search_if_due()
@@ -167,6 +167,8 @@ async def test_a_search_that_failed_is_said_and_repeated_after_a_pause(
     scaling.now += 60.0
     await scaling.search_if_due()
     await scaling.end(error)
+    # A fault of our own leaves its trace.
+    assert [bool(record.exc_info) for record in caplog.records] == [True] * isinstance(error, ValueError)
     assert (scaling.num_enqueued, scaling.scaler.capacity) == (2, CAPACITY)
     status = scaling.scaler.describe_status()
     assert status is not None
