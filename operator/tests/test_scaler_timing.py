@@ -209,6 +209,21 @@ async def test_between_reconciles_it_looks_every_so_often_and_says_when_one_is_n
     scaling.scaler.stop()
 
 
+async def test_another_reason_for_no_search_is_news_between_reconciles(scaling: Scaling) -> None:
+    quiet = control_pb2.GetStatusResponse(router_id="r")
+    scaling.request, scaling.missing = None, (Reason.NO_SAMPLE, "too few")
+    scaling.update()
+    assert not await scaling.search_if_due()
+    scaling.now += 2.0
+    assert not scaling.scaler.watch([quiet])
+    scaling.now += 2.0
+    scaling.missing = (Reason.NO_LATENCY_MODEL, "unknown")
+    assert scaling.scaler.watch([quiet])
+    status = scaling.scaler.describe_status()
+    assert status is not None
+    assert (status.reason, status.message) == scaling.missing
+
+
 async def test_the_first_request_of_a_cluster_of_none_does_not_wait_for_the_next_look(scaling: Scaling) -> None:
     scaling.update(stored=StoredScale(basis=2, replicas=0), autoscaling={"minReplicas": 0})
     scaling.request = None
