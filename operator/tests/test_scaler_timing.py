@@ -59,6 +59,7 @@ class Scaling:
         self.request: PlayedRequest | None = SAME
         self.missing: tuple[Reason, str] | None = None
         self.searched: list[str] = []
+        self.cancelled: list[str] = []
         self.ends: asyncio.Queue[CapacityResult | Exception] = asyncio.Queue()
         self.num_enqueued = 0
         self.scaler = Scaler(self.search, enqueue=self.enqueue, now=lambda: self.now)
@@ -69,7 +70,11 @@ class Scaling:
 
     async def search(self, request: Any) -> CapacityResult:
         self.searched.append(request.name)
-        ended = await self.ends.get()
+        try:
+            ended = await self.ends.get()
+        except asyncio.CancelledError:
+            self.cancelled.append(request.name)
+            raise
         if isinstance(ended, Exception):
             raise ended
         return ended
@@ -206,6 +211,15 @@ async def test_between_reconciles_it_looks_every_so_often_and_says_when_one_is_n
     assert scaling.scaler.watch([waiting]), "another number is wanted"
     assert scaling.scaler.stored is not None
     assert scaling.scaler.stored.replicas > 2
+    scaling.scaler.stop()
+
+
+async def test_a_search_for_another_spec_ends_the_one_under_way(scaling: Scaling) -> None:
+    scaling.update()
+    assert await scaling.search_if_due()
+    scaling.request = OTHER
+    assert await scaling.search_if_due()
+    assert (scaling.searched, scaling.cancelled) == (["same", "other"], ["same"])
     scaling.scaler.stop()
 
 
