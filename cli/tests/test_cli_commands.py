@@ -8,12 +8,14 @@ import io
 import json
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import click
 import pytest
 from aiohttp import web
@@ -23,6 +25,7 @@ from worker_ports import CLUSTER_PORTS, NAMED_PORTS
 
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_cli.demo.openai_client import CompletionStream
+from sluice_cli.local_cluster import decision_log_client
 from sluice_cli.local_cluster.cluster_directory import ClusterDirectory, ProcessRecord, read_start_time
 from sluice_cli.local_cluster.cluster_status import (
     RouterStatusRow,
@@ -65,6 +68,12 @@ def test_the_help_lists_each_command_with_the_first_line_of_its_own_help() -> No
         assert (command.help or "").splitlines()[0] == summary
         assert summary.split()[0] in run("--help")[1]
     assert "No such command 'x'" in run("x")[1]
+
+
+def test_the_reference_page_has_every_option_with_its_default_and_variable() -> None:
+    page = EXAMPLE.parents[1] / "docs" / "reference" / "cli.md"
+    written = runpy.run_path(str(page.parents[1] / "cli_reference.py"))["write_reference"]()
+    assert written.splitlines() == page.read_text().splitlines(), "run `make reference`"
 
 
 @pytest.mark.parametrize(
@@ -132,6 +141,15 @@ async def test_a_decision_log_is_fetched_from_the_very_process_with_a_key() -> N
             await fetch_decision_log([router], "r")
     finally:
         await runner.cleanup()
+
+
+async def test_a_router_that_does_not_answer_in_time_does_not_know_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision_log_client, "TIMEOUT", aiohttp.ClientTimeout(total=0.05))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        router = RouterStatusRow(name="router-0", url="http://127.0.0.1:1", metrics_url=url)
+        with pytest.raises(UnknownRequestError, match="routers asked: router-0"):
+            await fetch_decision_log([router], "r")
 
 
 def test_the_line_to_try_carries_what_the_router_asks_for() -> None:
@@ -251,6 +269,32 @@ def test_the_status_prefers_live_links_to_lost_ones_and_sums_attainment() -> Non
     assert "http://127.0.0.1:8000/v1/chat/completions" in make_curl_line(view)
 
 
+@pytest.mark.parametrize(
+    ("state", "shown"),
+    [
+        (control_pb2.ENGINE_STATE_READY, "[green]ready[/]"),
+        (control_pb2.ENGINE_STATE_DRAINING, "[yellow]draining[/]"),
+        (control_pb2.ENGINE_STATE_LOST, "[red]lost[/]"),
+        (control_pb2.ENGINE_STATE_REFUSED, "[red]refused[/]"),
+        (control_pb2.ENGINE_STATE_CONNECTING, "[dim]starting[/]"),
+    ],
+)
+def test_an_engines_state_has_its_colour_and_a_class_without_requests_no_shares(state: Any, shown: str) -> None:
+    answer = status(state, 50)
+    answer.classes[0].Clear()
+    view = make_cluster_status(
+        name="c",
+        phase="ready",
+        manifest="m",
+        model="tiny",
+        processes=[ProcessRecord(name="engine-0", kind="engine", pid=2, num_starts=1)],
+        statuses={"router-0": answer},
+    )
+    table = make_cluster_table(view)
+    assert list(table.columns[2].cells) == [shown]
+    assert "finished" not in str(table.caption)
+
+
 def test_a_decision_log_shows_candidates_and_every_event() -> None:
     candidate = {
         "engine_id": "engine-0",
@@ -275,6 +319,7 @@ def test_a_decision_log_shows_candidates_and_every_event() -> None:
     shown = console.file.getvalue()
     assert "placement: hold (no_engine)" in shown
     assert "placement: engine-0 (feasible), predicted TTFT 24 ms" in shown
+    assert "engine-0 P-heavy 12 345 1.0 20.0 3.0 24.0 feasible (chosen)" in " ".join(shown.split())
     assert "feasible (chosen)" in shown
     assert "345" in shown, "tokens that need not be computed"
     assert "24.0" in shown, "1 + 20 + 3 ms"

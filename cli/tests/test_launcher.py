@@ -257,6 +257,7 @@ async def test_a_refused_edit_is_said_once_and_a_missing_file_is_waited_for(tmp_
         path.write_text(text.replace("replicas: 4", "replicas: 5", 1))
         await followed.wait_for_reads()
         assert followed.manifest.spec.replicas == 5
+        assert [line for line in followed.lines[2:] if "refused" in line] == []
 
 
 async def test_a_file_that_cannot_be_read_is_said_once_and_the_next_save_counts(tmp_path: Path) -> None:
@@ -280,6 +281,11 @@ async def test_a_file_that_cannot_be_read_is_said_once_and_the_next_save_counts(
         path.write_text(text.replace("replicas: 4", "replicas: 5", 1))
         await followed.wait_for_reads()
         assert followed.manifest.spec.replicas == 5
+        # The same fault after a good read is news.
+        path.unlink()
+        path.mkdir()
+        await followed.wait_for_reads()
+        assert followed.lines[-2:] == [refused, problems[1]]
 
 
 async def test_fields_that_only_pods_follow_are_said_at_the_start_and_in_edits(tmp_path: Path) -> None:

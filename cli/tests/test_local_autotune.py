@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,11 +13,14 @@ from local_cluster_harness import ROUTER, D, P, Running, run_cluster
 
 from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
 from sluice_cli.local_cluster.local_autotune import LocalAutotuner
+from sluice_operator.api.condition_types import Reason
+from sluice_operator.api.manifest import parse_manifest
+from sluice_operator.autotune.condition import AutotuneStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-cpu.yaml"
 AUTOTUNE = """
   autotune:
     mode: Apply
@@ -87,3 +92,22 @@ def test_what_an_earlier_launcher_tuned_is_gone_at_the_start(tmp_path: Path) -> 
     directory.write_autotune({"reason": "Tuned"})
     LocalAutotuner(directory, report=lambda _: None, wake=lambda: None, clock=lambda: 0.0)
     assert directory.read_autotune() is None
+
+
+def test_a_verdict_is_said_once_for_each_reason_and_always_kept(tmp_path: Path) -> None:
+    directory, lines = ClusterDirectory("a", tmp_path), []
+    directory.path.mkdir(parents=True)
+    tuner = LocalAutotuner(directory, report=lines.append, wake=lambda: None, clock=lambda: 0.0)
+    said: list[AutotuneStatus] = []
+    tuner._tuner = SimpleNamespace(update=lambda given: given.cluster, describe_status=lambda: said[-1], result=None)
+    circumstances = SimpleNamespace(cluster=parse_manifest(EXAMPLE.read_text()))
+    for reason, message in ((Reason.NO_SAMPLE, "a"), (Reason.NO_SAMPLE, "b"), (Reason.SEARCHING, "b")):
+        said.append(AutotuneStatus(is_true=False, reason=reason, message=message))
+        tuner.reconcile(circumstances)
+        kept = directory.read_autotune()
+        assert kept is not None
+        assert (kept["reason"], kept["message"]) == (reason, message)
+    assert lines == ["autotune: a", "autotune: b"]
+    said.append(AutotuneStatus(is_true=False, reason=Reason.OFF, message="autotune is off"))
+    tuner.reconcile(circumstances)
+    assert (tuner.status, directory.read_autotune(), len(lines)) == (None, None, 2)

@@ -148,3 +148,15 @@ def test_a_search_is_made_again_only_if_the_workload_has_shifted(
         assert "not deployable yet" in output
     else:
         assert output == "the workload has not shifted: nothing to do\n"
+
+
+def test_a_given_rate_counts_and_unanswered_requests_are_left_out_where_asked(trace: str, tmp_path: Path) -> None:
+    recent = tmp_path / "recent.csv"
+    write_trace(recent, gap_s=0.2)
+    fewer = recent.read_text().splitlines()
+    fewer[5] = ",".join([*fewer[5].split(",")[:-1], "0"])
+    recent.write_text("\n".join(fewer) + "\n")
+    asked = (*CLUSTER, *SLO, *QUICK, "--planned-for", trace, "--trace", str(recent), "--rate", "1")
+    code, output = run(*asked)
+    assert (code, "line 6" in output) == (1, True)
+    assert run(*asked, "--skip-unanswered") == (0, "the workload has not shifted: nothing to do\n")

@@ -125,6 +125,9 @@ def test_objectives_that_nothing_meets_are_refused_with_what_requests_need(trace
         ((*CLUSTER, "--replicas", "2", "--prefill-heavy", "x"), "'x' is neither a number"),
         ((*CLUSTER, "--replicas", "2", "--strategy", "best"), "known are taichi, aggregated, disaggregated"),
         ((*CLUSTER, "--replicas", "2", "--tensor-parallel", "1,x"), "list of numbers of GPUs"),
+        ((*CLUSTER, "--replicas", "2", "--tensor-parallel", "0"), "list of numbers of GPUs"),
+        ((*CLUSTER, "--replicas", "2", "--tensor-parallel", "65"), "list of numbers of GPUs"),
+        ((*CLUSTER, "--replicas", "2", "--rate", "0"), "is not in the range x>0"),
         ((*CLUSTER, "--replicas", "2", "--prefill-chunk", "1-8"), "no chunk size is within 1 to 8"),
         ((*CLUSTER, "--replicas", "1", "--strategy", "taichi"), "no plan of 1 engines is within the bounds"),
         ((str(EXAMPLE),), "give --model and --gpu"),
@@ -143,6 +146,9 @@ def test_a_wrong_row_is_named(tmp_path: Path) -> None:
     code, output = run(*CLUSTER, *QUICK, "--replicas", "1", "--trace", str(path))
     assert code == 1
     assert f"{path}, line 2: completion_tokens is 0" in output
+    # Left out, it is no reason to refuse: the next one is named.
+    output = run(*CLUSTER, *QUICK, "--trace", str(path), "--skip-unanswered")[1]
+    assert "without a manifest, --replicas must be given" in output
 
 
 def test_a_manifest_gives_bounds_objectives_and_the_plan_in_force() -> None:

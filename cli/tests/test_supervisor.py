@@ -11,7 +11,6 @@ import pytest
 from sluice_cli.processes.child_processes import LaunchSpec
 from sluice_cli.processes.supervisor import (
     LONGEST_BACKOFF_S,
-    MAX_LAST_WORDS_BYTES,
     SupervisedProcess,
     backoff_s,
     describe_exit,
@@ -204,7 +203,7 @@ def test_ends_are_described(code: int, words: str) -> None:
 def test_last_words_are_of_the_end_of_the_log_and_of_no_log_there_are_none(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert read_last_words(log) == ""
-    log.write_text("sluice_engine: no such model\n" + "x" * MAX_LAST_WORDS_BYTES)
+    log.write_text("sluice_engine: no such model\n" + "x" * 65_536)
     assert read_last_words(log) == ""
     log.write_text("sluice_engine: first\nsluice_engine: no such model\nsaid sluice_engine: by another\n")
     assert read_last_words(log) == "no such model"

@@ -21,8 +21,6 @@ from sluice_operator.autotune import search as searching
 from sluice_operator.autotune.engine_facts import (
     CHANGED_RATIO,
     COEFFICIENTS,
-    MAX_ITERATIONS,
-    MIN_ITERATIONS,
     EmulatedEngineFacts,
     MeasuredEngineFacts,
     find_engine_facts,
@@ -38,9 +36,6 @@ from sluice_operator.autotune.search import (
 from sluice_operator.autotune.search_constraints import make_constraints
 from sluice_operator.autotune.search_messages import SearchResult
 from sluice_operator.autotune.workload import (
-    MAX_REQUESTS,
-    MIN_REQUESTS,
-    SAMPLE_GROWTH,
     WINDOW_S,
     WorkloadSample,
     read_workload,
@@ -59,7 +54,7 @@ def make_view(**changes: object) -> control_pb2.EngineStatus:
         "engine_id": "e",
         "state": READY,
         "latency": LATENCY,
-        "num_fitted_iterations": MIN_ITERATIONS,
+        "num_fitted_iterations": 200,
         "kv_blocks_total": 10,
         "block_size_tokens": 16,
         "kv_bytes_per_token": 1024,
@@ -77,11 +72,11 @@ def make_status(*views: control_pb2.EngineStatus, samples: list | None = None) -
 
 
 def test_the_newest_requests_of_each_router_count_up_to_a_number() -> None:
-    samples = [*make_samples(9, 5, 0.1), *make_samples(100, MAX_REQUESTS, 0.1)]
+    samples = [*make_samples(9, 5, 0.1), *make_samples(100, 1024, 0.1)]
     workload = read_workload([make_status(samples=samples)])
     assert workload is not None
     assert {row[0] for row in workload.rows} == {100}
-    assert len(workload.rows) == MAX_REQUESTS
+    assert len(workload.rows) == 1024
     assert workload.rate_rps == pytest.approx(10.0)
 
 
@@ -104,7 +99,7 @@ def test_requests_without_an_answer_take_time_and_do_not_count() -> None:
 
 
 def test_as_few_requests_as_are_needed_over_all_routers() -> None:
-    half = MIN_REQUESTS // 2
+    half = 15
     assert read_workload([make_status(samples=make_samples(100, half))] * 2) is not None
     assert (
         read_workload([make_status(samples=make_samples(100, half)), make_status(samples=make_samples(9, half - 1))])
@@ -152,7 +147,7 @@ def test_nothing_differs_from_something_and_not_from_nothing() -> None:
 
 def test_a_sample_is_small_beside_one_that_grew_so_many_times() -> None:
     question = make_question(50)
-    for count, is_small in ((50 * SAMPLE_GROWTH, True), (50 * SAMPLE_GROWTH - 1, False)):
+    for count, is_small in ((200, True), (199, False)):
         assert question.is_small_beside(make_question(count)) is is_small
 
 
@@ -166,8 +161,8 @@ def test_a_sample_is_small_beside_one_that_grew_so_many_times() -> None:
         ([make_view(state=DRAINING)], True),
         ([make_view(state=STARTING)], False),
         ([make_view(latency=None)], False),
-        ([make_view(num_fitted_iterations=MIN_ITERATIONS - 1)], False),
-        ([make_view(num_fitted_iterations=MIN_ITERATIONS - 1), make_view(num_fitted_iterations=1)], True),
+        ([make_view(num_fitted_iterations=199)], False),
+        ([make_view(num_fitted_iterations=199), make_view(num_fitted_iterations=1)], True),
         ([make_view(), make_view(kv_blocks_total=0)], False),
         ([make_view(), make_view(kv_blocks_total=0, state=STARTING)], True),
         ([], False),
@@ -189,8 +184,8 @@ def test_measured_engines_are_averaged_by_what_they_have_seen_up_to_a_limit() ->
     facts, _ = find_engine_facts(
         make_spec(),
         [
-            make_status(make_view(num_fitted_iterations=MAX_ITERATIONS // 2)),
-            make_status(make_view(latency=other, num_fitted_iterations=9 * MAX_ITERATIONS)),
+            make_status(make_view(num_fitted_iterations=250)),
+            make_status(make_view(latency=other, num_fitted_iterations=4500)),
         ],
     )
     assert isinstance(facts, MeasuredEngineFacts)
@@ -268,7 +263,7 @@ def test_the_engine_of_a_search_is_the_emulated_gpu_or_the_measured_one() -> Non
         max_num_seqs=8,
     )
     measured = make_engine(replace(question, engine=facts))
-    assert measured.profile.num_observations == MIN_ITERATIONS
+    assert measured.profile.num_observations == 200
     assert measured.profile.estimate_shape_s(IterationShape(prefill_tokens=100, num_chunks=1)) == pytest.approx(0.021)
     found = (measured.kv_blocks_total, measured.block_size_tokens, measured.kv_bytes_per_token, measured.max_num_seqs)
     assert found == (10, 32, 1024, 8)

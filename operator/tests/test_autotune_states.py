@@ -13,14 +13,11 @@ from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune import decision
 from sluice_operator.autotune.condition import describe_status
-from sluice_operator.autotune.decision import MIN_GAIN, RETRY_S
+from sluice_operator.autotune.decision import MIN_GAIN
 from sluice_operator.autotune.search_constraints import make_constraints
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
 from sluice_operator.autotune.stored_sliders import StoredSliders, StoredTrial
 from sluice_operator.autotune.trial import (
-    HISTORY_COOLDOWNS,
-    MAX_TRIAL_COOLDOWNS,
-    MIN_MEASURED_REQUESTS,
     has_attainment_fallen,
 )
 from sluice_operator.autotune.tuner_state import AutotuneTrial, TunerObservation, TunerState
@@ -28,7 +25,7 @@ from sluice_operator.autotune.workload import WINDOW_S, WorkloadSample
 
 NOW = 10_000.0
 LONG_AGO = (NOW - 5000.0,)
-ENOUGH = SloCounts(num_finished=MIN_MEASURED_REQUESTS, num_met_both=MIN_MEASURED_REQUESTS)
+ENOUGH = SloCounts(num_finished=20, num_met_both=20)
 RESULT = SearchResult(
     sliders=FOR_LONG,
     goodput_rps=3.0,
@@ -155,7 +152,7 @@ def test_each_change_within_the_history_doubles_the_wait(number, cooldowns) -> N
 
 
 def test_a_change_counts_until_the_history_is_over() -> None:
-    old_s = NOW - HISTORY_COOLDOWNS * COOLDOWN_S
+    old_s = NOW - 24 * COOLDOWN_S
     for first_s, cooldowns in ((old_s, 1), (old_s + 0.1, 2)):
         state = make_state(changes_s=(first_s, NOW))
         assert decision.compute_wait_s(state, observe()) == cooldowns * COOLDOWN_S
@@ -174,7 +171,7 @@ def test_the_later_of_edit_and_change_counts() -> None:
 
 
 def observe_fall(**changes: object) -> TunerObservation:
-    return observe(counts=SloCounts(num_finished=MIN_MEASURED_REQUESTS, num_met_both=2), **changes)
+    return observe(counts=SloCounts(num_finished=20, num_met_both=2), **changes)
 
 
 def test_a_trial_begins_to_count_when_every_engine_has_the_sliders() -> None:
@@ -199,15 +196,15 @@ def test_enough_requests_and_a_cool_down_prove_sliders_and_stay_their_measuremen
     state = put_on_trial(start=start)
     proved = decision.decide(state, observe(counts=start + ENOUGH))
     assert (proved.tuned, proved.trial, proved.baseline, proved.rejected) == (FOR_LONG, None, start, frozenset())
-    one_less = SloCounts(num_finished=MIN_MEASURED_REQUESTS - 1, num_met_both=MIN_MEASURED_REQUESTS - 1)
+    one_less = SloCounts(num_finished=19, num_met_both=19)
     assert decision.decide(state, observe(counts=start + one_less)).trial == state.trial
     younger = put_on_trial(start=start, started_s=NOW - COOLDOWN_S + 0.1)
     assert decision.decide(younger, observe(counts=start + ENOUGH)).trial == younger.trial
 
 
-def test_a_trial_that_is_too_old_is_lost() -> None:
-    age_s = MAX_TRIAL_COOLDOWNS * COOLDOWN_S
-    few = observe(counts=SloCounts(num_finished=1, num_met_both=1))
+@pytest.mark.parametrize(("cooldown_s", "age_s"), [(COOLDOWN_S, 4 * COOLDOWN_S), (1.0, 30.0)])
+def test_a_trial_that_is_too_old_is_lost(cooldown_s: float, age_s: float) -> None:
+    few = observe(counts=SloCounts(num_finished=1, num_met_both=1), cooldown_s=cooldown_s)
     for old_s, tuned in ((age_s, FOR_SHORT), (age_s - 0.1, FOR_LONG)):
         assert decision.decide(put_on_trial(started_s=NOW - old_s), few).tuned == tuned
         assert decision.decide(put_on_trial(started_s=NOW - old_s), replace(few, is_settled=False)).tuned == tuned
@@ -284,9 +281,9 @@ def test_the_first_search_of_a_process_keeps_the_trial_that_the_last_one_left() 
 
 
 def test_a_failed_search_is_made_again_after_its_time_and_forgets_the_failure() -> None:
-    failed = make_state(failure="no luck", search_ended_s=NOW - RETRY_S + 0.1)
+    failed = make_state(failure="no luck", search_ended_s=NOW - 59.9)
     assert decision.decide(failed, observe()) == failed
-    after = decision.decide(replace(failed, search_ended_s=NOW - RETRY_S), observe())
+    after = decision.decide(replace(failed, search_ended_s=NOW - 60.0), observe())
     assert (after.is_searching, after.failure) == (True, "")
     recorded = decision.record_result(replace(failed, is_searching=True), RESULT, NOW)
     assert (recorded.is_searching, recorded.failure, recorded.search_ended_s) == (False, "", NOW)

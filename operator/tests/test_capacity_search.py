@@ -25,7 +25,7 @@ from sluice_operator.autoscaling.capacity_messages import (
 from sluice_operator.autoscaling.capacity_search import search_capacity
 from sluice_operator.autotune.engine_facts import EmulatedEngineFacts
 from sluice_operator.autotune.search import make_candidate, make_effort, make_problem
-from sluice_operator.autotune.search_process import MAX_LIMIT_S, SearchError, SearchRunner, compute_limit_s
+from sluice_operator.autotune.search_process import SearchError, SearchRunner, compute_limit_s
 from sluice_operator.autotune.workload import WorkloadSample
 
 if TYPE_CHECKING:
@@ -93,6 +93,9 @@ def test_sliders_of_a_size_are_those_of_the_nearest_one_scaled() -> None:
     assert result.find_sliders(1) == one
     assert result.find_sliders(12) == replace(sliders, num_prefill_heavy=3)
     assert result.curve.count_engines(4.5, 1, 8) == 3
+    # Of two that are as near, the smaller one.
+    between = CapacityResult(points=(replace(points[0], replicas=2), replace(points[1], replicas=4)))
+    assert between.find_sliders(3) == replace(one, num_prefill_heavy=2)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"points": []}', '{"points": [{"replicas": 0}]}'])
@@ -247,5 +250,5 @@ def test_a_search_may_take_as_long_as_one_for_each_size(monkeypatch: pytest.Monk
 
     for sizes in ((1, 2), (1, 2, 4, 8, 16)):
         asyncio.run(capacity_process.run_capacity_search(Runner(), request := make_request(sizes=sizes)))
-        limit_s = min(sum(compute_limit_s(size) for size in sizes), MAX_LIMIT_S)
+        limit_s = min(sum(compute_limit_s(size) for size in sizes), 600.0)
         assert asked.pop() == (capacity_process.COMMAND, request.to_json(), limit_s, CapacityResult.from_json)

@@ -16,7 +16,7 @@ from sluice_operator.api.condition_types import REASONS, ConditionType, Failure,
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders
 from sluice_operator.autotune.search_messages import SearchResult
-from sluice_operator.controller.conditions import MAX_MESSAGE_CHARACTERS, decide_conditions
+from sluice_operator.controller.conditions import decide_conditions, is_tcp
 from sluice_operator.controller.events import is_warning, list_transitions, render_event
 from sluice_operator.controller.status import make_patch, render_status
 from sluice_operator.controller.status_inputs import StatusInputs
@@ -273,7 +273,7 @@ def test_messages_count_and_name_the_objects_concerned() -> None:
 
 def test_a_message_is_no_longer_than_the_definition_allows() -> None:
     status = render_status(find(failures=(Failure(reason=Reason.FORBIDDEN, message="x" * 9999),)), "t")
-    assert max(len(item["message"]) for item in status["conditions"]) == MAX_MESSAGE_CHARACTERS
+    assert max(len(item["message"]) for item in status["conditions"]) == 4096
 
 
 def test_every_condition_says_which_generation_it_is_about() -> None:
@@ -456,3 +456,8 @@ def test_transitions_make_events_and_measurements_do_not() -> None:
 )
 def test_a_warning_says_that_something_is_wrong(subject: str, status: str, reason: str, *, verdict: bool) -> None:
     assert is_warning({"type": subject, "status": status, "reason": reason}) is verdict
+
+
+@pytest.mark.parametrize(("transport", "is_slow"), [("tcp", True), ("UCX TCP", True), ("rc_mlx5", False), ("", False)])
+def test_tcp_is_told_from_rdma_however_it_is_written(transport: str, *, is_slow: bool) -> None:
+    assert is_tcp(transport) is is_slow

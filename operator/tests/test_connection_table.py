@@ -10,7 +10,7 @@ import pytest
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_operator.api.names import ClusterKey
 from sluice_operator.routers import connection_table
-from sluice_operator.routers.connection_table import RESTART_S, RouterAddress, RouterConnections
+from sluice_operator.routers.connection_table import RouterAddress, RouterConnections
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -93,11 +93,11 @@ async def test_every_router_gets_each_plan_once_whenever_it_comes(table: Table) 
     table.connections.set_routers(KEY, {"r1": at("10.0.0.1")})
     table.connections.set_routers(OTHER, {"r1": at("10.0.0.9")})
     table.connections.set_plan(KEY, PLANS[1])
-    table.connections.set_routers(KEY, {"r1": at("10.0.0.1"), "r2": at("10.0.0.2")})
+    table.connections.set_routers(KEY, {"r1": at("10.0.0.1"), "r2": RouterAddress(host="10.0.0.2", worker=2)})
     table.connections.set_plan(KEY, PLANS[1])
     table.connections.set_plan(KEY, PLANS[2])
     first, foreign, second = PlayedConnection.made
-    assert [each.address for each in PlayedConnection.made] == ["10.0.0.1:1234", "10.0.0.9:1234", "10.0.0.2:1234"]
+    assert [each.address for each in PlayedConnection.made] == ["10.0.0.1:1234", "10.0.0.9:1234", "10.0.0.2:1236"]
     assert first.plans == second.plans == [PLANS[1], PLANS[2]]
     assert foreign.plans == []
     assert table.connections.count() == 3
@@ -153,7 +153,9 @@ async def test_tls_is_spoken_with_routers_that_have_a_name_where_we_have_a_certi
         assert (secured.tls.certificates, secured.tls.server_name) == ("ours", "c.n.svc")
 
 
-async def test_statuses_are_recorded_and_news_enqueue_the_cluster(table: Table) -> None:
+async def test_statuses_are_recorded_and_news_enqueue_the_cluster(
+    table: Table, caplog: pytest.LogCaptureFixture
+) -> None:
     table.connections.set_routers(KEY, {"r1": at("10.0.0.1"), "r2": at("10.0.0.2")})
     one, other = PlayedConnection.made
     one.say(generation=1)
@@ -171,6 +173,8 @@ async def test_statuses_are_recorded_and_news_enqueue_the_cluster(table: Table) 
     assert table.connections.statuses(KEY) == table.connections.statuses(OTHER) == table.connections.refusals(OTHER)
     other.log("the certificate is another one's")
     assert table.take() == ([KEY], [])
+    (line,) = caplog.records
+    assert (line.getMessage(), line.__dict__["object"]) == ("the certificate is another one's", str(KEY))
     table.connections.set_routers(KEY, {})
     other.say(generation=9)
     assert table.take() == ([], [])
@@ -190,5 +194,5 @@ async def test_a_connection_that_fails_is_opened_again(table: Table, monkeypatch
     connection.failures = [ValueError("a mistake"), ValueError("another")]
     for _ in range(6):
         await sleep(0)
-    assert slept_s == [RESTART_S, RESTART_S]
+    assert slept_s == [5.0, 5.0]
     assert connection.is_running

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
+import signal
 import threading
 import time
 from collections import Counter
@@ -19,12 +21,14 @@ from kopf._core.actions.invocation import invoke
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
+from sluice.certificates import CertificateError
+from sluice_operator import __main__ as program
 from sluice_operator.__main__ import find_cause
 from sluice_operator.api.names import ClusterKey
 from sluice_operator.controller import informer as informer_module
 from sluice_operator.controller import manager
 from sluice_operator.controller.informer import Informer, find_key, make_settings
-from sluice_operator.controller.manager import STATUS_DEBOUNCE_S, Operator, StoppedError
+from sluice_operator.controller.manager import Operator, StoppedError
 from sluice_operator.health import MAX_QUEUE_AGE_S, Health
 from sluice_operator.kubernetes.errors import BusyError, ForbiddenError, LeaseLostError
 from sluice_operator.kubernetes.kinds import CLUSTERS, DEPLOYMENTS, NODES
@@ -34,7 +38,7 @@ from sluice_operator.metrics import OperatorMetrics
 from sluice_operator.settings import OperatorSettings, parse_settings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 KEY = ClusterKey("default", "tiny")
 
@@ -298,6 +302,28 @@ async def test_the_gauges_say_what_the_process_holds() -> None:
         assert metrics.queue_age_s._value.get() > 0.0
 
 
+async def test_requests_end_by_their_time_limit_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never_answer(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async with ApiClient(Configuration()) as api, asyncio.timeout(4):
+        monkeypatch.setattr(api, "call_api", never_answer)
+        operator = Operator(OperatorSettings(request_timeout_s=0.01), api)
+        with pytest.raises(BusyError, match="no answer"):
+            await operator._kubernetes.get(CLUSTERS, "n", "c")
+    assert operator._metrics.calls.labels("get", CLUSTERS.plural, "0")._value.get() == 1
+
+
+async def test_the_lease_is_of_the_settings_with_times_in_microseconds() -> None:
+    """Kubernetes refuses times of a Lease without them."""
+    async with ApiClient(Configuration()) as api:
+        elector = Operator(OperatorSettings(namespace="n", lease_name="l", identity="pod-1"), api)._elector
+    lease = elector._render()
+    assert lease["metadata"] == {"namespace": "n", "name": "l"}
+    assert lease["spec"]["holderIdentity"] == "pod-1"
+    assert re.fullmatch(r"[0-9-]{10}T[0-9:]{8}[.][0-9]{6}Z", lease["spec"]["renewTime"])
+
+
 # The process as a whole.
 
 
@@ -345,16 +371,22 @@ async def operator() -> AsyncIterator[Operator]:
         yield made
 
 
-async def test_a_cluster_is_reconciled_until_the_process_stops_and_gives_its_lease_back(operator: Operator) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_cluster_is_reconciled_until_a_signal_comes_and_the_lease_is_given_back(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     kubernetes = operator._kubernetes
+    handlers: dict[int, Callable[[], None]] = {}
+    monkeypatch.setattr(asyncio.get_running_loop(), "add_signal_handler", handlers.__setitem__)
 
     def stop(verb: str, plural: str) -> None:
         if (verb, plural) == ("patch_status", "servingclusters"):
-            operator._stop.set()
+            handlers.get(number, operator._stop.set)()
 
     kubernetes.after = stop
     async with asyncio.timeout(20):
         await operator.run()
+    assert number in handlers
     assert {item["metadata"]["name"] for item in kubernetes.select(DEPLOYMENTS)} == {"tiny-engine", "tiny-router"}
     assert operator._elector.is_released
 
@@ -393,7 +425,7 @@ async def test_nodes_are_read_before_the_first_reconcile(
             operator._queue.finish(await operator._queue.get())
         operator._informer.handle_node({**cordoned, "spec": {"unschedulable": True}}, "MODIFIED")
         assert len(operator._queue) == 0, "it said so before"
-        operator._informer.handle_node(cordoned, "DELETED")
+        operator._informer.handle_node({**cordoned, "spec": {"unschedulable": True}}, "DELETED")
         assert len(operator._queue) == 1
 
 
@@ -419,6 +451,25 @@ async def test_a_write_that_failed_is_not_repeated_once_the_lease_is_lost(operat
             await operator.run()
     assert isinstance(find_cause(ended.value), LeaseLostError)
     assert [verb for verb, _ in operator._kubernetes.writes] == ["create", "apply"]
+
+
+async def test_a_read_that_failed_once_is_repeated_within_the_reconcile(operator: Operator) -> None:
+    num_lists = 0
+
+    def refuse_once(verb: str, plural: str) -> None:
+        nonlocal num_lists
+        if (verb, plural) == ("list", "pods"):
+            num_lists += 1
+            if num_lists == 1:
+                raise BusyError("503")
+        if verb == "patch_status":
+            operator._stop.set()
+
+    operator._kubernetes.before = refuse_once
+    async with asyncio.timeout(20):
+        await operator.run()
+    outcomes = {sample.labels["outcome"] for sample in operator._metrics.reconciles.collect()[0].samples}
+    assert (num_lists, "BusyError" in outcomes) == (2, False)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -498,13 +549,17 @@ async def test_a_leader_shares_clock_filter_and_metrics_with_its_reconciler(
     given = made["given"]
     assert isinstance(given, dict)
     assert given["certificates"] is certificates
+    assert made["enqueue"] == operator._queue.add
     operator._queue = NotedQueue()
     given["enqueue"](KEY)
-    assert operator._queue.added == [(KEY, STATUS_DEBOUNCE_S)]
+    ((key, pause_s),) = operator._queue.added
+    # An edit is in force in about a second.
+    assert (key, pause_s) == (KEY, pytest.approx(0.15, abs=0.14))
     given["record_status"](KEY, "a status")
     assert made["status"] == (KEY, "a status")
     assert made["is_edited"] == operator._event_filter.is_edited
     assert made["own_writes"] is operator._own_writes
+    assert made["notices"] is operator._notices
     assert made["record_conditions"] == operator._metrics.record_conditions
     assert made["now"] is time.monotonic
     assert made["now_text"] is manager.format_now
@@ -595,3 +650,42 @@ async def test_the_program_runs_with_the_api_server_s_configuration(monkeypatch:
     await manager.run_operator(settings)
     (given, api), ran = made
     assert (given, api.configuration, ran) == (settings, configuration, "ran")
+
+
+# The program.
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (None, 0, ""),
+        (ExceptionGroup("g", [LeaseLostError("pod-1 no longer leads")]), 1, "exits: pod-1 no longer leads"),
+        (CertificateError("no tls.key"), 2, "cannot start: no tls.key"),
+    ],
+    ids=["it was stopped", "the lease was lost", "no certificate"],
+)
+def test_the_exit_status_says_how_the_process_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error, status: int, said: str
+) -> None:
+    given: list[object] = []
+
+    async def run(settings: OperatorSettings) -> None:
+        given.append(settings.identity)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(program, "run_operator", run)
+    monkeypatch.setattr(program, "set_up_logs", given.append)
+    monkeypatch.setattr("sys.argv", ["sluice_operator", "--identity", "pod-1", "--log-level", "DEBUG"])
+    assert program.main() == status
+    assert given == ["DEBUG", "pod-1"]
+    assert caplog.messages == [said] * bool(said)
+
+
+def test_settings_out_of_bounds_end_the_program_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["sluice_operator", "--workers", "0"])
+    monkeypatch.delattr(program, "run_operator")
+    assert program.main() == 2
+    assert "workers" in capsys.readouterr().err

@@ -29,7 +29,7 @@ from sluice_operator.planning.model_switch import (
 )
 from sluice_operator.planning.plan import make_plan, resolve_revisions
 from sluice_operator.planning.plan_store import StoredPlan, read_plan, write_plan, write_switch
-from sluice_operator.planning.rollout_gate import CHECK_INTERVAL_S, RollFacts, decide_gate
+from sluice_operator.planning.rollout_gate import RollFacts, decide_gate
 from sluice_operator.resources.pods.pod_status import Pod
 from sluice_operator.resources.rollout_state import RolloutState
 from sluice_operator.routers.engine_outcomes import Outcomes
@@ -342,9 +342,9 @@ def test_an_engine_that_starts_is_waited_for_exactly_as_long_as_it_may_take() ->
 def test_a_batch_is_measured_from_when_all_of_it_serves() -> None:
     begun = decide_gate(STATE, FACTS, GATE, 1055.9)
     assert begun.state == replace(STATE, measured_since_s=1055)
-    assert (begun.is_held, begun.wake_in_s) == (True, CHECK_INTERVAL_S)
+    assert (begun.is_held, begun.wake_in_s) == (True, 5.0)
     early = decide_gate(begun.state, FACTS, GATE, 1055 + 59.9)
-    assert (early.state, early.is_held, early.wake_in_s) == (begun.state, True, CHECK_INTERVAL_S)
+    assert (early.state, early.is_held, early.wake_in_s) == (begun.state, True, 5.0)
     passed = decide_gate(begun.state, FACTS, GATE, 1055 + 60.0)
     assert passed.state == replace(STATE, since_s=None, num_passed=2)
     assert (passed.is_held, passed.wake_in_s) == (False, None)

@@ -13,11 +13,6 @@ import pytest
 from sluice.v1 import control_pb2, plan_pb2
 from sluice_operator.routers import router_connection
 from sluice_operator.routers.router_connection import (
-    MAX_TLS_ERRORS,
-    POLL_S,
-    PUSH_TIMEOUT_S,
-    RENEWAL_S,
-    RETRY_S,
     ControlTls,
     RouterConnection,
 )
@@ -57,12 +52,13 @@ class Link:
         )
 
     @asynccontextmanager
-    async def open_channel(self, address: str, tls: ControlTls | None, _options: Any) -> AsyncIterator[None]:
+    async def open_channel(self, address: str, tls: ControlTls | None, options: Any) -> AsyncIterator[None]:
         self.channels.append((address, tls and tls.certificates.current))
+        self.options = dict(options)
         yield
 
     async def sleep(self, seconds: float) -> None:
-        if seconds == RENEWAL_S:
+        if seconds == 1.0:
             # The wait for another certificate: it looks again when the test says so.
             await self.woken.wait()
             self.woken.clear()
@@ -122,7 +118,7 @@ async def link(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_status_is_asked_for_after_the_one_that_is_known(link: Link) -> None:
-    assert link.asked == [(0, POLL_S, POLL_S + PUSH_TIMEOUT_S)]
+    assert link.asked == [(0, 10.0, 15.0)]
     assert link.connection.generation == 0
     await link.say(3)
     await link.say(4)
@@ -130,15 +126,16 @@ async def test_a_status_is_asked_for_after_the_one_that_is_known(link: Link) -> 
     assert link.connection.generation == 4
     assert (link.told, link.slept_s, link.logged) == ([3, 4], [], [])
     assert link.channels == [("10.0.0.1:7", None)]
+    assert link.options["grpc.max_reconnect_backoff_ms"] <= 1000, "a router that starts again is reached soon"
 
 
 async def test_a_router_that_is_gone_is_told_once_and_asked_from_the_beginning(link: Link) -> None:
     await link.say(make_error(), make_error())
-    assert (link.told, link.slept_s) == ([], [RETRY_S] * 2), "nobody knew of it"
+    assert (link.told, link.slept_s) == ([], [0.25] * 2), "nobody knew of it"
     await link.say(3, make_error(), make_error(), 5)
     assert link.told == [3, None, 5]
     assert [version for version, *_ in link.asked] == [0, 0, 0, 43, 0, 0, 46]
-    assert link.slept_s == [RETRY_S] * 4
+    assert link.slept_s == [0.25] * 4
     assert (link.logged, link.connection.refusal) == ([], "")
 
 
@@ -146,7 +143,7 @@ async def test_a_plan_is_pushed_until_the_router_says_that_it_is_in_force(link: 
     await link.say(1)
     assert link.pushed == []
     await link.set_plan(2)
-    assert link.pushed == [(2, PUSH_TIMEOUT_S)]
+    assert link.pushed == [(2, 5.0)]
     await link.say(1)
     assert link.generations == [2, 2], "it took the plan, and has forgotten it"
     await link.say(2, 2)
@@ -215,10 +212,10 @@ async def test_a_router_that_is_not_trusted_is_told_after_so_many_equal_errors_i
     distrust = make_error("Hostname Verification failed")
     said = "the connection is not trusted: the certificate shown there is not for c.n.svc"
     for other in (make_error(), make_error("only o.n.svc", grpc.StatusCode.PERMISSION_DENIED), 1):
-        await link.say(*[distrust] * (MAX_TLS_ERRORS - 1))
+        await link.say(*[distrust] * (8 - 1))
         assert (link.connection.refusal, link.logged) == ("", [])
         await link.say(other)
-    await link.say(*[distrust] * (MAX_TLS_ERRORS - 1))
+    await link.say(*[distrust] * (8 - 1))
     assert link.connection.refusal == ""
     await link.say(distrust)
     assert (link.connection.refusal, link.logged) == (said, [f"r1: {said}"])
@@ -226,17 +223,17 @@ async def test_a_router_that_is_not_trusted_is_told_after_so_many_equal_errors_i
     assert (link.connection.refusal, link.logged) == (said, [f"r1: {said}"])
     await link.say(make_error())
     assert link.connection.refusal == "", "it is away, whatever it was before"
-    await link.say(*[distrust] * MAX_TLS_ERRORS)
+    await link.say(*[distrust] * 8)
     assert link.logged == [f"r1: {said}"] * 2
     await link.say(4)
     assert link.connection.refusal == ""
     # The first of other errors counts as one.
-    await link.say(distrust, *[make_error("only o.n.svc", grpc.StatusCode.PERMISSION_DENIED)] * MAX_TLS_ERRORS)
+    await link.say(distrust, *[make_error("only o.n.svc", grpc.StatusCode.PERMISSION_DENIED)] * 8)
     assert link.connection.refusal == "the connection is not trusted: only o.n.svc"
 
 
 async def test_without_tls_no_error_is_one_of_trust(link: Link) -> None:
-    await link.say(*[make_error("Hostname Verification failed")] * (MAX_TLS_ERRORS + 1))
+    await link.say(*[make_error("Hostname Verification failed")] * (8 + 1))
     assert (link.connection.refusal, link.logged) == ("", [])
 
 

@@ -17,7 +17,6 @@ from sluice_operator.api.labels import (
     RESTART_HASH_ANNOTATION,
     ROLE_LABEL,
 )
-from sluice_operator.resources.pods.pod_failures import CRASH_LOOP_RESTARTS
 from sluice_operator.resources.pods.pod_status import Pod, read_pod
 
 COMMIT = "0123456789" * 4
@@ -160,7 +159,7 @@ REFUSES = (
 )
 PULL = "image i:1 of container engine of pod p cannot be pulled; check its name, and that the node may pull it"
 CANNOT = "container engine of pod p cannot start: {}; read `kubectl describe pod p`"
-ONCE, OFTEN = {"restartCount": CRASH_LOOP_RESTARTS - 1}, {"restartCount": CRASH_LOOP_RESTARTS}
+ONCE, OFTEN = {"restartCount": 1}, {"restartCount": 2}
 LOOPS = KEEPS_ENDING.format(name="engine", how="OOMKilled, exit code 137")
 KILLED = end(137, reason="OOMKilled")
 

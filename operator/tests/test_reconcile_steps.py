@@ -27,10 +27,9 @@ from sluice_operator.autoscaling.stored_scale import StoredScale
 from sluice_operator.controller import plan_step
 from sluice_operator.controller.observation import ObservedRouters, ObservedState
 from sluice_operator.controller.rollout_step import SwitchOutcome, decide_rollout, switch_models
-from sluice_operator.planning.expired_drains import DRAIN_MARGIN_S
 from sluice_operator.planning.model_switch import ModelSwitch, SplitStep
 from sluice_operator.planning.plan_store import StoredPlan
-from sluice_operator.planning.roll_observation import START_MARGIN_S, RollMeasurement
+from sluice_operator.planning.roll_observation import RollMeasurement
 from sluice_operator.planning.rollout_gate import RollFacts, decide_gate
 from sluice_operator.planning.scale_down import ScaleDecision
 from sluice_operator.resources.rollout_hash import RESTARTS_ENGINES, compute_rollout_hash
@@ -231,7 +230,7 @@ def test_a_drain_begins_once_and_ends_with_its_time() -> None:
     first = scale(observed, reported, state, now=1000.0)
     assert (len(first.victims), first.drained) == (2, frozenset())
     assert state.drain_started_s == dict.fromkeys(first.victims, 1000.0)
-    for now, has_expired in ((1010.0, False), (1059.9 + DRAIN_MARGIN_S, False), (1060.0 + DRAIN_MARGIN_S, True)):
+    for now, has_expired in ((1010.0, False), (1064.9, False), (1065.0, True)):
         found = scale(observed, reported, state, now=now)
         assert found.victims == first.victims
         assert found.drained == (first.victims if has_expired else frozenset())
@@ -332,7 +331,7 @@ class Roll:
             "figures": Outcomes(),
             "num_ended_on_new": 0,
             "watched_s": 0.0,
-            "start_limit_s": 130.0 + START_MARGIN_S,
+            "start_limit_s": 250.0,
         }
         return RollFacts(**{**values, **fields})
 
@@ -386,7 +385,7 @@ def test_the_limit_of_a_start_is_that_of_drain_start_and_margin() -> None:
     roll = Roll()
     stored = roll.begin(since_s=7900)
     found = roll.decide(stored, roll.make_pods(1, 3, is_ready=False))
-    assert found.wake_in_s == 30.0 + 100.0 + START_MARGIN_S - 100.0
+    assert found.wake_in_s == 150.0
 
 
 def test_before_the_routers_switch_a_roll_fails_by_a_refusal_alone() -> None:

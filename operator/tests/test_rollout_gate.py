@@ -180,6 +180,7 @@ def test_outcomes_of_all_routers_add_up_and_what_was_before_the_first_status_doe
     assert outcomes.total("a") == Outcomes(5, 3, 2)
     outcomes.keep({"b"}, {"r1"})
     assert (outcomes.total("a"), outcomes.total("b")) == (Outcomes(), Outcomes(2, 1, 0))
+    assert outcomes.total() == Outcomes(7, 0, 2), "what ended on all of them stays"
 
 
 SPEC: dict[str, Any] = {"gate": {"durationSeconds": 10, "timeoutSeconds": 60, "minRequests": 10}}

@@ -14,7 +14,7 @@ from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.sliders import Sliders, resolve_sliders
 from sluice_operator.autotune.search_process import SearchError
-from sluice_operator.autotune.tuner import CHECK_INTERVAL_S, Tuner, TunerInputs, apply_sliders
+from sluice_operator.autotune.tuner import Tuner, TunerInputs, apply_sliders
 from sluice_operator.autotune.workload import (
     MIN_REQUESTS,
 )
@@ -147,24 +147,24 @@ async def test_an_update_is_needed_when_it_would_decide_or_say_something_else() 
     assert not tuned.tuner.needs_update(tuned.read_inputs)
     tuned.samples = make_samples(2000)
     assert not tuned.tuner.needs_update(tuned.read_inputs)  # it was asked just now
-    tuned.now += CHECK_INTERVAL_S
+    tuned.now += 2.0
     assert not tuned.tuner.needs_update(lambda: None)
     assert not tuned.tuner.needs_update(tuned.read_inputs)
-    tuned.now += CHECK_INTERVAL_S
+    tuned.now += 2.0
     assert tuned.tuner.needs_update(tuned.read_inputs)
     tuned.update()
-    tuned.now += CHECK_INTERVAL_S
+    tuned.now += 2.0
     assert not tuned.tuner.needs_update(tuned.read_inputs)
     await tuned.answers.put(make_answer())
     await tuned.settle()
     tuned.update()
     assert tuned.tuner.describe_status().reason is Reason.MEASURING
     tuned.counts = SloCounts(num_finished=100, num_met_both=100)
-    tuned.now += CHECK_INTERVAL_S
+    tuned.now += 2.0
     assert tuned.tuner.needs_update(tuned.read_inputs)
     tuned.spec = {**tuned.spec, "autotune": {"mode": "Off"}}
     tuned.update()
-    tuned.now += CHECK_INTERVAL_S
+    tuned.now += 2.0
     assert not tuned.tuner.needs_update(tuned.read_inputs)
 
 

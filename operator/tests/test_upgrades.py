@@ -13,10 +13,12 @@ from test_conditions import find
 
 from sluice_operator.api.names import ClusterKey
 from sluice_operator.kubernetes.kinds import CLUSTERS, DEPLOYMENTS, PODS
-from sluice_operator.planning.upgrades import SETTLE_S, UpgradePlaces
+from sluice_operator.planning.upgrades import UpgradePlaces
 from sluice_operator.resources.deployments.deployment_status import is_whole
 
 OLD, NEW = "sluice-engine:0.1.0", "sluice-engine:2"
+# Not taken from the code, so that a change of it shows.
+SETTLE_S = 30.0
 ALLOWED = {"metadata": {"annotations": {"sluice.dev/upgrade": "allowed"}}}
 
 
