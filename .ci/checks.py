@@ -59,7 +59,10 @@ COMPILED = ROOT / "build" / "compiled"
 # These replace parts of what is compiled, or look into it, which only Python's own objects allow.
 PATCHING_TESTS = tuple(
     f"router/tests/test_{name}.py"
-    for name in ("api_keys", "cut_prompts", "engine_health", "held_requests", "kv_copies", "prefixes", "router_edges")
+    for name in (
+        *("api_keys", "cut_prompts", "engine_health", "held_requests", "kv_copies", "prefixes"),
+        *("router_edges", "router_events"),
+    )
 )
 # Some tests of these derive from what is compiled, and are skipped on the wheel.
 DERIVING_TESTS = tuple(f"core/tests/test_{name}.py" for name in ("decode_counts", "ecoserve", "prefill_queue"))
