@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from limited_runs import Counts, end_steps_with_this_process, run_limited, run_pytest, run_side_by_side
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -36,13 +36,13 @@ PACKAGES = (
 SEARCHING_TESTS = tuple(
     f"operator/tests/test_{name}.py" for name in ("autotune_decision", "autotune_search", "capacity_search")
 )
-# These wait for limits of time, so they come first, beside the checks, which take both cores.
+# These wait for limits of time, so they run beside the checks, which take both cores.
 WAITING_TESTS = (".ci/tests",)
 # Unit tests start no engine. They run on all cores, since each test has its own ports and folders.
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
 # These start engines by the file, on two cores; each worker has ports of its own.
 ENGINE_TESTS = ("--numprocesses=2", "--dist=loadfile", "engine_image/tests")
-# These start clusters, each on ports of its own. Searches have a limit of time, so they come last, beside the docs.
+# These start clusters, each on ports of its own.
 # The first test of each half waits for stock vLLM's answers and for its cluster, minutes where both halves do so.
 PATIENT = ("--timeout=900",)
 SHARED_CLUSTER_TESTS = ("e2e", "--clusters=shared", "-m", "not searches", *PATIENT)
@@ -160,16 +160,19 @@ def run_tests(arguments: Sequence[str], *, limit_s: float, on_wheel: bool = Fals
 
 
 def run_cluster_tests() -> Counts:
-    """Runs tests on clusters and of the docs, two steps at a time, since clusters often wait."""
+    """Runs tests on clusters and of the docs side by side, since clusters often wait."""
 
-    def run(name: str, arguments: Sequence[str]) -> Counts:
-        return run_tests(arguments, limit_s=ENGINE_TESTS_LIMIT_S, on_wheel=True, name=name)
+    def step(name: str, arguments: Sequence[str]) -> Callable[[], Counts]:
+        return lambda: run_tests(arguments, limit_s=ENGINE_TESTS_LIMIT_S, on_wheel=True, name=name)
 
     return run_side_by_side(
-        lambda: run("tests on a shared cluster", SHARED_CLUSTER_TESTS),
-        lambda: run("tests with clusters of their own", OWN_CLUSTER_TESTS),
-        lambda: run("tests of the docs", DOCS_TESTS),
-        lambda: run("tests with searches", SEARCHING_CLUSTER_TESTS),
+        [
+            step("tests on a shared cluster", SHARED_CLUSTER_TESTS),
+            # Searches have a limit of time, so they come when the docs are done.
+            step("tests with searches", SEARCHING_CLUSTER_TESTS),
+        ],
+        [step("tests with clusters of their own", OWN_CLUSTER_TESTS)],
+        [step("tests of the docs", DOCS_TESTS)],
     )
 
 
@@ -178,13 +181,12 @@ def run_all() -> Counts:
 
     Unit tests and tests of engines take both cores by themselves: one after the other, they end no later.
     """
+    unit_tests = [*ON_ALL_CORES, *CHECKOUT_TESTS]
     counts = run_side_by_side(
-        run_checks,
-        lambda: run_tests(WAITING_TESTS, limit_s=UNIT_TESTS_LIMIT_S, name="tests of CI"),
+        [run_checks],
+        [lambda: run_tests(WAITING_TESTS, limit_s=UNIT_TESTS_LIMIT_S, name="tests of CI")],
         # The wheel is built meanwhile.
-        lambda: run_tests(
-            [*ON_ALL_CORES, *CHECKOUT_TESTS], limit_s=UNIT_TESTS_LIMIT_S, name="unit tests that need no wheel"
-        ),
+        [lambda: run_tests(unit_tests, limit_s=UNIT_TESTS_LIMIT_S, name="unit tests that need no wheel")],
     )
     counts.add(run_tests([*ON_ALL_CORES, *WHEEL_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
     counts.add(run_tests(ENGINE_TESTS, limit_s=ENGINE_TESTS_LIMIT_S))

@@ -175,13 +175,18 @@ def run_pytest(
     return counts
 
 
-def run_side_by_side(*steps: Callable[[], Counts]) -> Counts:
-    """Runs steps, two at a time, in their order, and adds their counts."""
-    counts = Counts()
-    with ThreadPoolExecutor(2) as threads:
-        for each in threads.map(lambda step: step(), steps):
-            counts.add(each)
-    return counts
+def run_side_by_side(*lanes: Sequence[Callable[[], Counts]]) -> Counts:
+    """Runs all lanes at once, the steps of each one after the other, and adds their counts."""
+
+    def run_lane(steps: Sequence[Callable[[], Counts]]) -> list[Counts]:
+        return [step() for step in steps]
+
+    total = Counts()
+    with ThreadPoolExecutor(len(lanes)) as threads:
+        for lane in threads.map(run_lane, lanes):
+            for counts in lane:
+                total.add(counts)
+    return total
 
 
 def read_report(report: Path) -> Counts:

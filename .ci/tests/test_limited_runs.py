@@ -54,7 +54,7 @@ def test_failing_and_hanging_in_teardown(resource):
 def test_after():
     pass
 """
-# Two steps run at once, which end one after the other; the third may begin when the first of them has ended.
+# Two steps run at once, and a third comes after the first of them, which is ended first.
 THREE_STEPS = f"""
 import os, sys
 import limited_runs
@@ -65,7 +65,7 @@ def run(*command):
 
 limited_runs.end_steps_with_this_process()
 sleep = (sys.executable, "-S", "-c", "print('runs', flush=True)\\n" + {SLEEP!r})
-limited_runs.run_side_by_side(lambda: run(*sleep), lambda: run(*sleep), lambda: run("touch", "third"))
+limited_runs.run_side_by_side([lambda: run(*sleep), lambda: run("touch", "third")], [lambda: run(*sleep)])
 """
 SKIP = """
 import pytest
@@ -163,21 +163,27 @@ def test_an_expected_skip_is_counted_with_its_reason(tmp_path: Path) -> None:
     assert [skip.rpartition(": ")[2] for skip in read_report(report).skips] == ["this machine has RDMA devices"]
 
 
-def test_two_steps_run_at_a_time_and_all_count() -> None:
-    both_run = threading.Barrier(2, timeout=10)
-    running, most = [], []
+def test_lanes_run_at_once_their_steps_one_after_the_other_and_all_count() -> None:
+    at_once = threading.Barrier(3, timeout=10)
+    running: list[str] = []
 
-    def run_step(counts: Counts) -> Counts:
-        running.append(counts)
-        most.append(len(running))
-        both_run.wait()
-        running.remove(counts)
+    def run_step(lane: str, counts: Counts) -> Counts:
+        assert lane not in running
+        running.append(lane)
+        at_once.wait()
+        running.remove(lane)
+        at_once.wait()
         return counts
 
-    steps = Counts(passed=2, failed=1), Counts(passed=3, skips=["why"]), Counts(passed=1), Counts(failures=["a"])
-    total = run_side_by_side(*(lambda each=each: run_step(each) for each in steps))
+    lanes = {
+        "a": [Counts(passed=2, failed=1), Counts(passed=1)],
+        "b": [Counts(passed=3, skips=["why"]), Counts()],
+        "c": [Counts(), Counts(failures=["a"])],
+    }
+    total = run_side_by_side(
+        *([lambda lane=lane, step=step: run_step(lane, step) for step in steps] for lane, steps in lanes.items())
+    )
     assert total == Counts(passed=6, failed=1, skips=["why"], failures=["a"])
-    assert max(most) == 2
 
 
 def test_a_step_among_others_prints_all_at_its_end_under_its_name(tmp_path: Path) -> None:

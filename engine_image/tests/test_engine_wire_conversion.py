@@ -349,7 +349,7 @@ def test_a_fingerprint_is_readable(vllm_side, builder):
         ({"revision": "main"}, {}, True),
         ({"revision": "v2"}, {}, False),
         ({"model": "org/other"}, {}, False),
-        ({"emulation": object()}, {}, False),
+        ({"emulation": "a clock"}, {}, False),
         ({}, {"dtype": "torch.float16"}, False),
         ({}, {"cache_dtype": "fp8"}, False),
         ({}, {"block_size": 64}, False),
