@@ -286,12 +286,19 @@ def test_settings_reach_the_cluster() -> None:
         ("max_num_seqs=0", "is allowed"),
         ("routers=1.5", "invalid literal"),
         ("kv_scale=0", "is allowed"),
+        ("routers=65", "1 to 64 is allowed"),
+        ("report_s=10.1", "0 to 10 is allowed"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(change: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as refused:
         change_settings(SimulationSettings(), [change])
     assert change.partition("=")[0] in str(refused.value)
+
+
+def test_a_setting_may_have_either_end_of_its_range() -> None:
+    for change, value in {"routers=1": 1, "routers=64": 64, "report_s=0": 0.0, "report_s=10": 10.0}.items():
+        assert getattr(change_settings(SimulationSettings(), [change]), change.partition("=")[0]) == value
 
 
 def test_a_switch_has_six_words_in_any_case() -> None:

@@ -50,6 +50,15 @@ def test_a_prediction_is_the_time_of_the_iterations_of_a_prompt():
     assert predict_s(2 * CHUNK, CHUNK) < predict_s(2 * CHUNK) / 1.9
 
 
+def test_a_prediction_follows_the_model_up_and_down():
+    predictor = PrefillPredictor(A100_14B)
+    times_s = []
+    for num_decodes, has_changed in ((0, True), (0, False), (200, True), (0, True)):
+        assert predictor.renew(CHUNK, num_decodes) is has_changed
+        times_s.append(predictor.predict_s(CHUNK, 0.0))
+    assert times_s[0] == times_s[1] == times_s[3] < times_s[2]
+
+
 @pytest.mark.parametrize(
     ("slos_s", "order"),
     [

@@ -20,7 +20,12 @@ from sluice_core.sim.simulation import Simulation
 from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
 SLOS = (SLO, Slo(ttft_s=0.4, tpot_s=0.03), Slo(ttft_s=9.0, tpot_s=0.2))
-FOUR = (RouterSetup(), RouterSetup(), RouterSetup(arrival_share=3.0), RouterSetup(latency_factor=1.15))
+FOUR = (
+    RouterSetup(),
+    RouterSetup(),
+    RouterSetup(arrival_share=3.0, latency_factor=0.85),
+    RouterSetup(latency_factor=1.15),
+)
 
 
 def make_cell(rng, name, routers, *, blocks, **options):

@@ -85,6 +85,16 @@ def test_the_refusal_of_an_older_plan_part_leaves_a_newer_one_that_is_on_its_way
     assert relay.take(configure(4)) is not None
 
 
+def test_the_late_answer_to_an_older_plan_part_is_told_to_nobody():
+    relay = PlanRelay(chunk_size_tokens=512)
+    for generation, told in ((3, 3), (2, None), (3, 3), (4, 4)):
+        answer = core_messages.ConfigureAnswer(generation=generation, role="P-heavy", chunk_size_tokens=256)
+        configured = relay.acknowledge(configure(generation), answer)
+        assert (configured and configured.generation) == told
+    assert relay.in_force is not None
+    assert relay.in_force.generation == 4
+
+
 async def test_an_engine_that_the_plan_does_not_name_is_d_heavy(engine):
     router = engine.attached()
     await router.send(configure=configure(1, role=plan_pb2.ROLE_UNSPECIFIED))

@@ -509,6 +509,10 @@ async def test_an_owner_of_whom_nothing_runs_and_a_silent_router_are_forgotten_a
     await first.send(usage=make_usage(70, number=2, owner="bob", running=0))
     [hello] = engine.attach("router-2").receive()
     assert [owner.owner for owner in hello.usage[0].owners] == ["alice"]
+    # What runs is not forgotten, however long ago it was admitted.
+    await first.send(usage=make_usage(140, number=3))
+    [hello] = engine.attach("router-3").receive()
+    assert [(owner.owner, owner.running, list(owner.seconds)) for owner in hello.usage[0].owners] == [("alice", 1, [])]
     engine.clock.now_s += 61.5
     engine.server.tick(engine.clock.now_s)
-    assert not engine.attach("router-3").receive()[0].usage
+    assert not engine.attach("router-4").receive()[0].usage

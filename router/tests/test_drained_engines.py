@@ -8,6 +8,7 @@ from fake_engine import make_plan
 from migration_harness import PDD, TWO, check_end, start_on
 
 from sluice.v1 import control_pb2, engine_pb2
+from sluice_router.scheduling.plan import begin_drain
 from sluice_router.settings import make_limits
 
 
@@ -21,6 +22,15 @@ def test_engine_with_a_submit_on_the_way_is_not_drained():
     assert harness.engines["d0"].status == control_pb2.ENGINE_STATE_DRAINING
     harness.run()
     assert harness.engines["d0"].status == control_pb2.ENGINE_STATE_DRAINED
+
+
+def test_it_is_news_that_an_engine_drains():
+    harness = Harness(TWO)
+    woken: list[str] = []
+    harness.router.on_change(lambda: woken.append("one"))
+    begin_drain(harness.state, harness.engines["d0"])
+    harness.router.tick()
+    assert woken
 
 
 def test_draining_engine_is_emptied_and_gets_nothing_new():

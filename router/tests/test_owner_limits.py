@@ -9,6 +9,7 @@ from fake_engine import make_plan
 from sluice.v1 import plan_pb2
 from sluice_core.records import OwnerLimits
 from sluice_router.errors import NotAllowedError, OwnerLimitError, PlanRefusedError
+from sluice_router.observability.metrics import MAX_OWNERS, OTHER_OWNERS
 from sluice_router.owner_limits.limiter import OwnerLimiter
 from sluice_router.owner_limits.peers import SILENCE_S, Peer
 from sluice_router.owner_limits.usage_window import OwnerUsage
@@ -254,6 +255,17 @@ def test_a_limit_is_no_lack_of_room_attainment_does_not_know_of_it() -> None:
     assert harness.count("key_limited", "alice", "concurrent_requests") == 1
     assert harness.state.statistics.attainment.totals[""].num_finished == 2
     harness.assert_idle()
+
+
+def test_owners_of_refused_requests_beyond_so_many_share_a_label() -> None:
+    harness = make_limited(concurrent_requests=1)
+    for number in range(MAX_OWNERS):
+        harness.state.metrics.label_owner(f"owner-{number}")
+    harness.admit(owner="alice")
+    with pytest.raises(OwnerLimitError):
+        harness.admit(owner="alice")
+    for name, labels in (("key_requests", "limited"), ("key_limited", "concurrent_requests")):
+        assert dict(harness.state.metrics.counters[name]) == {(OTHER_OWNERS, labels): 1}
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,16 @@ def test_a_refused_request_has_a_trace_that_says_why():
     assert root.status.description.startswith("1 requests wait")
 
 
+def test_a_refused_request_that_its_caller_does_not_sample_has_none():
+    collected = Collected({}, limits=make_limits(max_waiting=1))
+    collected.harness.router.apply_plan(make_plan(PD))
+    headers = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-00"}
+    collected.harness.admit(trace_headers=headers)
+    with pytest.raises(QueueFullError):
+        collected.harness.admit(trace_headers=headers)
+    assert not collected.exporter.get_finished_spans()
+
+
 @pytest.mark.parametrize(("flags", "num_traces"), [("01", 1), ("00", 0)], ids=["sampled", "not sampled"])
 def test_the_callers_trace_goes_on_if_the_caller_samples_it(flags, num_traces):
     collected = Collected(TWO)

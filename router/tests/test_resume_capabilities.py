@@ -69,8 +69,9 @@ def test_what_engines_keep_of_an_answer_has_16_kib_at_most(excess):
         make(length + 1)
 
 
-def test_a_request_is_restored_as_it_was_admitted():
-    sampling = sampling_pb2.SamplingParams(max_tokens=9, min_tokens=2, num_logprobs=3, stop_token_ids=[7, 8])
+@pytest.mark.parametrize("num_logprobs", [None, 0, 3])
+def test_a_request_is_restored_as_it_was_admitted(num_logprobs):
+    sampling = sampling_pb2.SamplingParams(max_tokens=9, min_tokens=2, num_logprobs=num_logprobs, stop_token_ids=[7, 8])
     request = NewRequest(
         request_id=RequestId("r"),
         prompt_token_ids=array("I", [1, 2]),
@@ -90,7 +91,7 @@ def test_a_request_is_restored_as_it_was_admitted():
         hidden_token_ids=frozenset({7, 8}),
         skip_special_tokens=False,
         min_tokens=2,
-        num_logprobs=3,
+        num_logprobs=num_logprobs,
         returns_token_ids=True,
     )
     identity = AnswerIdentity(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from sluice_router.text.detokenizer import MAX_HELD_TOKENS, DetokenizerFactory
+from sluice_router.text.detokenizer import MAX_HELD_TOKENS, DetokenizerFactory, StreamDetokenizer
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 
@@ -136,3 +136,9 @@ def test_single_tokens_for_logprobs(factory, byte_level):
     half = byte_level.encode("é", add_special_tokens=False).ids[0]
     assert DetokenizerFactory(byte_level).decode_token(half) == ("\ufffd", b"\xc3")
     assert DetokenizerFactory(byte_level).decode_token(10**6) == ("", b"")
+
+
+@pytest.mark.parametrize(("anchor", "text"), [(None, "he"), (0, " he"), (5, " he")])
+def test_the_first_space_of_an_output_stays_behind_any_anchor(byte_fallback, anchor, text):
+    detokenizer = StreamDetokenizer(byte_fallback, special_ids=frozenset(), skip_special_tokens=True, anchor=anchor)
+    assert detokenizer.step(byte_fallback.token_to_id("▁he")) + detokenizer.flush() == text

@@ -67,7 +67,7 @@ def test_length_of_a_text_model_inside_another(load):
     assert text.defaults.vocabulary_tokens == 500
 
 
-def test_bos_comes_from_the_tokenizers_own_post_processor(directory, load):
+async def test_bos_comes_from_the_tokenizers_own_post_processor(directory, load):
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
@@ -76,6 +76,9 @@ def test_bos_comes_from_the_tokenizers_own_post_processor(directory, load):
     text = load()
     plain = text.encode_now("hello", add_special_tokens=False)
     assert text.encode_now("hello", add_special_tokens=True) == [0, *plain]
+    for _ in range(2):  # the second time its words are known
+        assert list(await text.encode("hello", add_special_tokens=False)) == plain
+        assert list(await text.encode("hello", add_special_tokens=True)) == [0, *plain]
 
 
 def test_truncation_and_padding_of_the_file_are_off(directory, load):
