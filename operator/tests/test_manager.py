@@ -191,9 +191,9 @@ def test_logs_are_json_and_name_the_object() -> None:
     assert "time" in line
 
 
-def test_the_root_cause_is_found_in_nested_task_groups() -> None:
-    lost = LeaseLostError("pod-1 no longer leads")
-    assert find_cause(ExceptionGroup("outer", [ExceptionGroup("inner", [lost])])) is lost
+def test_the_first_cause_is_found_in_nested_task_groups() -> None:
+    lost, after, last = (LeaseLostError(name) for name in ("pod-1 no longer leads", "after it", "last"))
+    assert find_cause(ExceptionGroup("outer", [ExceptionGroup("inner", [lost, after]), last])) is lost
 
 
 async def test_resync_enqueues_every_known_cluster() -> None:
