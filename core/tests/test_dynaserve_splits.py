@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import (
     EngineId,
@@ -41,6 +42,7 @@ A100 = load_model_on_gpu("qwen2.5-14b", "a100-80g", 1).profile
 DYNASERVE = get_strategy("dynaserve")
 NOW = 10.0
 NO_SLO = Slo(ttft_s=math.inf, tpot_s=math.inf)
+CONFIG = EngineConfig(block_size_tokens=16, kv_bytes_per_token=196_608, max_num_seqs=8, max_batch_tokens=2048)
 
 
 # --- Algorithm 1: where a request is cut ---------------------------------------------------------------------------
@@ -177,9 +179,8 @@ def test_noise_is_about_what_is_right():
 
 def make_table(*loads, roles=None, cutting=()):
     table = EngineTable(lambda _: A100)
-    plain = EngineConfig(block_size_tokens=16, kv_bytes_per_token=196_608, max_num_seqs=8, max_batch_tokens=2048)
     for number, load in enumerate(loads):
-        config = plain._replace(cuts_prompts=number in cutting)
+        config = CONFIG._replace(cuts_prompts=number in cutting)
         engine_id = EngineId(f"e{number}")
         table.add(engine_id, config, role=(roles or [Role.PREFILL_HEAVY] * 9)[number], chunk_size_tokens=2048)
         table.report(engine_id, load, NOW)
@@ -251,10 +252,10 @@ def test_fewer_decodes_than_were_expected_have_less_left():
             RequestId(str(number)), table[EngineId("e0")], starts_at_s=NOW, prefill_s=0.0, decode_tokens=100
         )
     whole = read(predictor, table, NOW)
-    table.report(EngineId("e0"), make_load(running_decodes=1, decode_context_tokens=1000), NOW)
-    one = read(predictor, table, NOW)
-    per_token_s = [clock.per_decode_s + 1000 * clock.per_context_s for clock in (whole, one)]
-    assert [whole.decode_s, one.decode_s] == [pytest.approx(400 * per_token_s[0]), pytest.approx(100 * per_token_s[1])]
+    table.report(EngineId("e0"), make_load(running_decodes=2, decode_context_tokens=2000), NOW)
+    half = read(predictor, table, NOW)
+    per_token_s = [clock.per_decode_s + 1000 * clock.per_context_s for clock in (whole, half)]
+    assert [whole.decode_s, half.decode_s] == [pytest.approx(400 * per_token_s[0]), pytest.approx(200 * per_token_s[1])]
 
 
 def test_a_further_decode_costs_what_it_does_beside_all_that_will_be_there():
@@ -346,9 +347,25 @@ def test_without_room_or_engines_a_request_waits():
     assert place(make_table()) == Hold(request_id=RequestId("r"), reason="no_engine")
 
 
-def test_a_recovery_is_not_split():
-    decision = place(make_table(make_load(), make_busy(4000)), is_recovery=True)
+@pytest.mark.parametrize("tokens", [0, 4000])
+def test_a_recovery_is_not_split(tokens):
+    decision = place(make_table(make_load(), make_busy(tokens)), is_recovery=True)
     assert (decision.engine_id, decision.reason, decision.route) == ("e0", "recovery", ())
+
+
+@pytest.mark.parametrize("fixed_token", [1, 40])
+@pytest.mark.parametrize(("token_s", "engine"), [(0.05, "e0"), (0.1, "e1")])
+def test_a_fixed_cut_has_the_prompt_where_it_is_computed_sooner(fixed_token, token_s, engine):
+    """A prompt of one token, on an idle engine or on one that has 70 ms of work; decodes cost nothing."""
+    profiles = [IterationProfile(linear_s=(0.0, 0.01), prefill_token_s=each_s) for each_s in (token_s, 1e-4)]
+    table = EngineTable(lambda engine_id: profiles[int(engine_id[1:])])
+    for number, load in enumerate((make_load(), make_busy(700))):
+        table.add(EngineId(f"e{number}"), CONFIG, role=Role.PREFILL_HEAVY, chunk_size_tokens=2048)
+        table.report(EngineId(f"e{number}"), load, NOW)
+    placement = SplitPlacement(StrategyParameters(), random.Random(1), fixed_token=fixed_token)
+    decision = place(table, placement, prompt=1, limit=100)
+    assert decision.engine_id == engine
+    assert [leg.end_token for leg in decision.route] == [fixed_token, 100]
 
 
 @pytest.mark.parametrize(("rejection", "kind"), [(EarlyRejection.OFF, Place), (EarlyRejection.REJECT, Reject)])
@@ -374,6 +391,16 @@ def test_what_is_committed_moves_the_next_cut():
         placement.note_finished(RequestId(name), 0)
     (third,) = placement.assign(NOW, [make_request("c")], table)
     assert third.route[0] == first.route[0]
+
+
+def test_a_request_that_is_placed_again_is_no_longer_committed_where_it_was():
+    table, placement = make_table(make_load(), make_load()), make_placement()
+    routes = []
+    for _ in range(2):
+        placed = place(table, placement)
+        routes.append(placed.route)
+        table.cancel_placement(placed.engine_id, placed.request_id, NOW)
+    assert routes[0] == routes[1]
 
 
 @pytest.mark.parametrize(

@@ -210,8 +210,8 @@ class ExecutionPredictor:
     def _count_left_tokens(self, batch: VirtualBatch, num_decodes: int) -> float:
         """Count the decode tokens that are left, by what is known of as many decodes as the engine reports."""
         num_known, left_tokens = batch.num_active, batch.left_tokens
-        if num_decodes <= num_known:
-            return left_tokens * num_decodes / num_known if num_known else 0.0
+        if num_decodes < num_known:
+            return left_tokens * num_decodes / num_known
         mean = left_tokens / num_known if num_known else 0.0
         return left_tokens + (num_decodes - num_known) * max(float(self._margin_tokens), mean)
 
