@@ -45,7 +45,10 @@ def make_table(loads, profiles=None, chunk=2048):
 # --- what waits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_recoveries", "num_others"), [(0, 900), (900, 0), (900, 900), (10, 900), (200, 200)])
+@pytest.mark.parametrize(
+    ("num_recoveries", "num_others"),
+    [(0, 900), (900, 0), (900, 900), (10, 900), (200, 200), (MAX_ASSIGNED_AT_ONCE, 0)],
+)
 def test_a_pass_has_room_for_others_beside_recoveries(num_recoveries, num_others):
     waiting = [(number, number < num_recoveries) for number in range(num_recoveries + num_others)]
     random.Random(1).shuffle(waiting)
