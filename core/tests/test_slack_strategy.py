@@ -353,6 +353,90 @@ def test_owners_take_turns_whatever_the_length_of_their_prompts():
     assert [one.request_id for one in WaitingOrder(StrategyParameters()).sort(10.0, turns, table)] == ["long", "short"]
 
 
+def make_line_table(number: int = 1, **costs_s: float) -> EngineTable:
+    line = IterationProfile(linear_s=(0.0,), **{"slope_s": 1e-4} | costs_s)
+    table = EngineTable(lambda _: line)
+    for index in range(number):
+        engine_id = EngineId(f"e{index}")
+        table.add(engine_id, EngineConfig(16, 1000, 64, 16_384), role=Role.DECODE_HEAVY, chunk_size_tokens=16_384)
+        table.report(engine_id, EngineLoad(kv_blocks_total=10_000), 10.0)
+    return table
+
+
+def sort_names(table: EngineTable, *waiting: PrefillRequest) -> list[str]:
+    return [one.request_id for one in WaitingOrder(StrategyParameters()).sort(10.0, list(waiting), table)]
+
+
+def test_turns_of_owners_come_before_lengths_and_after_recoveries():
+    """2 s and 0.2 s of prefill, and each has 100 ms more: together the long one goes behind."""
+    long, short = make_prefill("long", tokens=20_000, ttft_s=2.05), make_prefill("short", tokens=2000, ttft_s=2.1)
+    assert sort_names(make_line_table(), long, short) == ["short", "long"]
+    assert sort_names(make_line_table(), replace(long, turn=0), replace(short, turn=1)) == ["long", "short"]
+    recoveries = [replace(make_prefill(name), is_recovery=True) for name in ("r1", "r2")]
+    turns = (replace(long, turn=1), replace(short, turn=2))
+    assert sort_names(make_line_table(), *turns, *recoveries) == ["r1", "r2", "long", "short"]
+
+
+def test_recoveries_are_not_late_whatever_their_arrival():
+    recoveries = [
+        replace(make_prefill(name, arrival_s=0.0), is_recovery=True, next_token_due_s=due_s)
+        for name, due_s in (("r1", 1.0), ("r2", 2.0))
+    ]
+    assert sort_names(make_line_table(), make_prefill("new"), *recoveries) == ["r1", "r2", "new"]
+
+
+@pytest.mark.parametrize(("ttft_s", "order"), [(1.7, "abc"), (1.5, "bca")])
+def test_several_engines_compute_attention_as_one_that_is_as_fast_as_they_together(ttft_s, order):
+    """10 ns per squared token. On four engines a, b and c count for 0.3025, 0.25 and 0.25 s; c alone takes 1 s."""
+    waiting = [make_prefill("a", tokens=11_000, ttft_s=1.25), make_prefill("b", tokens=10_000, ttft_s=1.4)]
+    waiting.append(make_prefill("c", tokens=10_000, ttft_s=ttft_s))
+    table = make_line_table(4, slope_s=0.0, prefill_token_s=1e-9, prefill_work_s=2e-8)
+    assert "".join(sort_names(table, *waiting)) == order
+
+
+def compute_turn(order: WaitingOrder) -> int:
+    return order.compute_urgency(100.0, arrival_s=0.0, ttft_slo_s=4.0, prompt_tokens=9, priority=0)[0]
+
+
+def test_late_prompts_wait_for_their_turn_once_their_credit_of_a_second_is_spent():
+    late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=100.0)
+    order, table = WaitingOrder(StrategyParameters(late_share=0.0)), make_line_table()
+    order.sort(100.0, [late, fresh], table)
+    turns = []
+    for execute_s in (0.5, 0.25, 0.25):
+        order.note_placed(100.0, late, execute_s)
+        turns.append(compute_turn(order))
+    assert turns == [turns[0], turns[0], turns[0] + 1]
+
+
+def test_a_late_prompt_that_waits_alone_costs_nobody_anything():
+    late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=100.0)
+    order, table = WaitingOrder(StrategyParameters(late_share=0.0)), make_line_table()
+    before = compute_turn(order)
+    order.sort(100.0, [late, fresh], table)
+    order.sort(100.0, [late], table)
+    order.note_placed(100.0, late, 5.0)
+    assert compute_turn(order) == before
+
+
+def test_an_engine_that_has_been_idle_costs_late_prompts_no_more_than_their_prefill():
+    router = SLUICE.make_router(StrategyParameters(late_share=0.0, credit_s=0.0), random.Random(1))
+    late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=100.0)
+    values = {"next_token_due_s": 0.0, "priority": 0, "arrival_s": 0.0, "ttft_slo_s": 4.0, "prompt_tokens": 9}
+    before = router.compute_urgency(100.0, is_recovery=False, **values)
+    router.assign(100.0, [late, fresh], make_line_table())
+    assert router.compute_urgency(100.0, is_recovery=False, **values) == before
+
+
+def test_an_engine_gets_prompts_that_fit_and_until_it_is_a_whole_credit_behind():
+    for busy_s, kind in ((0.5, Place), (0.51, Hold)):
+        (decision,) = assign(make_table(EngineLoad(iteration_remaining_s=busy_s)), make_prefill("a"), credit_s=0.5)
+        assert isinstance(decision, kind)
+    for used_blocks, kind in ((980, Place), (981, Hold)):
+        (decision,) = assign(make_table(EngineLoad(kv_blocks_used=used_blocks)), make_prefill("a", tokens=320))
+        assert isinstance(decision, kind)
+
+
 def test_a_prompt_waits_at_the_router_while_engines_have_no_seat():
     full, free = EngineLoad(running_decodes=60, queued_requests=4), EngineLoad(running_decodes=60, queued_requests=3)
     assert [one.reason for one in assign(make_table(full), make_prefill("a"))] == ["seats"]

@@ -52,18 +52,19 @@ def make_table(loads, profiles=None, chunk=2048):
     [(0, 900), (900, 0), (900, 900), (10, 900), (200, 200), (MAX_ASSIGNED_AT_ONCE, 0)],
 )
 def test_a_pass_has_room_for_others_beside_recoveries(num_recoveries, num_others):
-    waiting = [(number, number < num_recoveries) for number in range(num_recoveries + num_others)]
+    # They compare the other way round than by their urgency.
+    waiting = [(-number, number < num_recoveries) for number in range(num_recoveries + num_others)]
     random.Random(1).shuffle(waiting)
 
     def urgency_of(item):
-        return compute_urgency(is_recovery=item[1], next_token_due_s=item[0], priority=0, arrival_s=item[0])
+        return compute_urgency(is_recovery=item[1], next_token_due_s=-item[0], priority=0, arrival_s=-item[0])
 
     selected = select_urgent(waiting, urgency_of)
     if len(waiting) <= MAX_ASSIGNED_AT_ONCE:
         assert selected == waiting
         return
-    recoveries = sorted(number for number, is_recovery in selected if is_recovery)
-    others = sorted(number for number, is_recovery in selected if not is_recovery)
+    recoveries = sorted(-item for item, is_recovery in selected if is_recovery)
+    others = sorted(-item for item, is_recovery in selected if not is_recovery)
     assert recoveries == list(range(min(num_recoveries, MAX_ASSIGNED_AT_ONCE // 2)))
     room = MAX_ASSIGNED_AT_ONCE - len(recoveries)
     assert others == list(range(num_recoveries, num_recoveries + min(room, num_others)))
@@ -94,6 +95,14 @@ def test_least_work_is_of_tokens_then_of_the_share_of_kv():
     assert place("least_work", make_table(loads), 1) == ["e2"]
     assert place("least_work", make_table([EngineLoad(), EngineLoad()]), 1) == ["e0"]
     assert place("least_work", make_table(loads), 2) == ["e2", "e1"]
+
+
+def test_least_work_compares_shares_of_engines_of_any_size_and_leaves_no_estimate():
+    table = make_table([EngineLoad(), EngineLoad()])
+    table.report(EngineId("e0"), EngineLoad(kv_blocks_total=100, kv_blocks_used=50), 10.0)
+    table.report(EngineId("e1"), EngineLoad(kv_blocks_total=1000, kv_blocks_used=60), 10.0)
+    assert place("least_work", table, 1) == ["e1"]
+    assert {entry[3] for entry in table.order} == {10.0}
 
 
 # --- room within a time --------------------------------------------------------------------------------------------
@@ -423,6 +432,10 @@ def test_objectives_of_nobody_bound_nothing():
     free = type(request)(
         request_id=request.request_id, arrival_s=0.0, prompt_tokens=9, slo=Slo(ttft_s=math.inf, tpot_s=math.inf)
     )
+    bounded = table[EngineId("e0")].room_tokens
+    assert router.assign(10.0, [], table) == []
+    router.assign(10.0, [free], table)
+    assert table[EngineId("e0")].room_tokens == bounded
     fresh = make_table([EngineLoad()])
     router.assign(10.0, [free], fresh)
     assert fresh[EngineId("e0")].room_tokens == 2048
