@@ -14,6 +14,7 @@ from sluice_core.records import IterationShape, MoveCause, RequestId, Role, Slo
 from sluice_core.scheduling.batching.profile_table import ProfileTable
 from sluice_core.scheduling.decode_set import SPLIT_LEAD_TOKENS, SPLIT_RETRY_TOKENS, DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch
+from sluice_core.scheduling.prefill_budget import fit_prefill_budget
 from sluice_core.sim.sim_setup import Arrival, Cell, ConfigureEvent, FailEvent, LengthsKnown, SimOptions
 from sluice_core.strategies import get_strategy
 from sluice_core.strategies.dynaserve import DynaServeRules
@@ -44,6 +45,16 @@ def test_the_table_learns_what_iterations_take_in_their_cell_alone():
         assert table.get_factor(*other) == 1.0
     assert before > table.find_most_prefill(0.06, 2048, 20, 20_000).tokens > 0
     assert len(table) == 1
+
+
+@pytest.mark.parametrize("limit_s", [0.063, 0.066, 0.07])
+def test_a_slower_cell_has_the_room_of_as_much_less_time(limit_s):
+    table, batch = ProfileTable(A100), (20, 20_000)
+    shape = make_shape(decode_context_tokens=20_000)
+    table.record(shape, 1.1 * A100.estimate_shape_s(shape))
+    most, room = (fit_prefill_budget(A100, each_s, 2048, *batch).tokens for each_s in (limit_s, limit_s / 1.1))
+    assert 256 <= room < most < 512  # one cell
+    assert table.find_most_prefill(limit_s, 2048, *batch).tokens == room
 
 
 def test_the_table_keeps_the_99th_percentile():

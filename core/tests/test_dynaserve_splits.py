@@ -7,21 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.measured_profiles import load_model_on_gpu
-from sluice_core.records import (
-    EngineId,
-    Hold,
-    IterationShape,
-    Leg,
-    MoveCause,
-    Place,
-    PrefillRequest,
-    Reject,
-    RequestId,
-    Role,
-    Slo,
-)
-from sluice_core.scheduling.decode_flow import FlowRequest
+from sluice_core.records import EngineId, IterationShape, PrefillRequest, RequestId, Role, Slo
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.splitting.execution_predictor import ExecutionPredictor
@@ -32,15 +20,14 @@ from sluice_core.scheduling.splitting.predicted_output_lengths import (
     RunningQuantile,
     predict_output_tokens,
 )
-from sluice_core.scheduling.splitting.split_placement import LEAST_PART_TOKENS, SplitPlacement
 from sluice_core.scheduling.splitting.split_search import TOLERANCE_S, ServerClock, search_split
 from sluice_core.strategies import get_strategy
-from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
 A100 = load_model_on_gpu("qwen2.5-14b", "a100-80g", 1).profile
 DYNASERVE = get_strategy("dynaserve")
 NOW = 10.0
 NO_SLO = Slo(ttft_s=math.inf, tpot_s=math.inf)
+CONFIG = EngineConfig(block_size_tokens=16, kv_bytes_per_token=196_608, max_num_seqs=8, max_batch_tokens=2048)
 
 
 # --- Algorithm 1: where a request is cut ---------------------------------------------------------------------------
@@ -162,6 +149,13 @@ def test_a_running_quantile_forgets_and_never_exceeds_what_was_asked_for():
     assert predict_output_tokens(lengths, make_request(limit=7), 0) == 7
 
 
+def test_the_largest_quantile_is_the_longest_output():
+    lengths = RunningQuantile(1.0, window=4)
+    for tokens in (30, 90, 50):
+        lengths.observe(tokens)
+    assert lengths.predict(make_request()) == 90
+
+
 def test_noise_is_about_what_is_right():
     known = KnownLengths({RequestId("r"): 500})
     noisy = NoisyLengths(known, 50.0, random.Random(1))
@@ -177,9 +171,8 @@ def test_noise_is_about_what_is_right():
 
 def make_table(*loads, roles=None, cutting=()):
     table = EngineTable(lambda _: A100)
-    plain = EngineConfig(block_size_tokens=16, kv_bytes_per_token=196_608, max_num_seqs=8, max_batch_tokens=2048)
     for number, load in enumerate(loads):
-        config = plain._replace(cuts_prompts=number in cutting)
+        config = CONFIG._replace(cuts_prompts=number in cutting)
         engine_id = EngineId(f"e{number}")
         table.add(engine_id, config, role=(roles or [Role.PREFILL_HEAVY] * 9)[number], chunk_size_tokens=2048)
         table.report(engine_id, load, NOW)
@@ -188,6 +181,11 @@ def make_table(*loads, roles=None, cutting=()):
 
 def make_load(**changes):
     return EngineLoad(**{"kv_blocks_total": 1000} | changes)
+
+
+def make_busy(tokens, **changes):
+    work = tokens * tokens / 2
+    return make_load(queued_prefill_tokens=tokens, queued_requests=1, queued_attention_work=work, **changes)
 
 
 def read(predictor, table, now, name="e0"):
@@ -251,10 +249,66 @@ def test_fewer_decodes_than_were_expected_have_less_left():
             RequestId(str(number)), table[EngineId("e0")], starts_at_s=NOW, prefill_s=0.0, decode_tokens=100
         )
     whole = read(predictor, table, NOW)
-    table.report(EngineId("e0"), make_load(running_decodes=1, decode_context_tokens=1000), NOW)
-    one = read(predictor, table, NOW)
-    per_token_s = [clock.per_decode_s + 1000 * clock.per_context_s for clock in (whole, one)]
-    assert [whole.decode_s, one.decode_s] == [pytest.approx(400 * per_token_s[0]), pytest.approx(100 * per_token_s[1])]
+    table.report(EngineId("e0"), make_load(running_decodes=2, decode_context_tokens=2000), NOW)
+    half = read(predictor, table, NOW)
+    per_token_s = [clock.per_decode_s + 1000 * clock.per_context_s for clock in (whole, half)]
+    assert [whole.decode_s, half.decode_s] == [pytest.approx(400 * per_token_s[0]), pytest.approx(200 * per_token_s[1])]
+
+
+def commit(predictor, table, *parts, prefill_s=0.0):
+    """Commit parts, each as when it starts and its tokens."""
+    for starts_at_s, tokens in parts:
+        predictor.commit(
+            RequestId(f"{starts_at_s}-{tokens}"),
+            table[EngineId("e0")],
+            starts_at_s=starts_at_s,
+            prefill_s=prefill_s,
+            decode_tokens=tokens,
+        )
+
+
+def test_parts_wait_for_a_seat_in_the_order_in_which_they_came():
+    """The engine reports twice as many as are known: the others have as much left as these on the average."""
+    table = make_table(make_load(running_decodes=16, decode_context_tokens=16_000))
+    predictor = ExecutionPredictor(0)
+    commit(predictor, table, *((NOW, 10 + number) for number in range(8)), (NOW, 100))
+    clock = read(predictor, table, NOW)
+    known = sum(range(10, 18))
+    assert clock.decode_s == pytest.approx((2 * known + 100) * (clock.per_decode_s + 1000 * clock.per_context_s))
+
+
+def test_parts_with_the_same_end_do_not_disturb_each_other():
+    table, predictor = make_table(make_load(running_decodes=3, decode_context_tokens=3000)), ExecutionPredictor(0)
+    for name in "abc":
+        predictor.commit(RequestId(name), table[EngineId("e0")], starts_at_s=NOW, prefill_s=0.0, decode_tokens=50)
+        clock = read(predictor, table, NOW)
+    assert clock.decode_s == pytest.approx(150 * (clock.per_decode_s + 1000 * clock.per_context_s))
+
+
+def test_what_is_committed_before_the_first_reading_counts_as_it_is():
+    """Nothing runs yet, so that nothing is known of contexts."""
+    table, predictor = make_table(make_load()), ExecutionPredictor(20)
+    commit(predictor, table, (NOW + 1.0, 300), prefill_s=0.5)
+    clock = read(predictor, table, NOW)
+    assert clock.prefill_s == 0.5
+    assert clock.decode_s == pytest.approx(300 * clock.per_decode_s, rel=1e-9)
+
+
+def test_a_pass_takes_as_long_as_the_iteration_with_what_is_queued():
+    table = make_table(make_busy(1000, running_decodes=5, decode_context_tokens=5000))
+    shape = IterationShape(
+        prefill_tokens=1000, attention_work=500_000.0, num_chunks=1, num_decodes=5, decode_context_tokens=5000
+    )
+    assert read(ExecutionPredictor(20), table, NOW).pass_s == pytest.approx(A100.estimate_shape_s(shape), rel=1e-9)
+
+
+def test_a_prompt_of_iterations_of_one_token_costs_what_these_add():
+    line = IterationProfile(linear_s=(0.01,), slope_s=1e-4)
+    table = EngineTable(lambda _: line)
+    table.add(EngineId("e0"), CONFIG, role=Role.PREFILL_HEAVY, chunk_size_tokens=1)
+    table.report(EngineId("e0"), make_load(), NOW)
+    expected_s = line.compute_prefill_coefficients(0, 0, 1).per_token_s
+    assert read(ExecutionPredictor(20), table, NOW).per_prefill_s == expected_s
 
 
 def test_a_further_decode_costs_what_it_does_beside_all_that_will_be_there():
@@ -267,174 +321,3 @@ def test_a_further_decode_costs_what_it_does_beside_all_that_will_be_there():
         predictor.commit(RequestId(str(number)), state, starts_at_s=NOW + 9.0, prefill_s=0.0, decode_tokens=10)
     least_s, more_s = (A100.estimate_shape_s(IterationShape(num_decodes=number)) for number in (160, 168))
     assert read(predictor, table, NOW).per_decode_s == pytest.approx((more_s - least_s) / 8)
-
-
-# --- the pair ------------------------------------------------------------------------------------------------------
-
-
-def make_placement(**changes):
-    placement = SplitPlacement(StrategyParameters(**changes), random.Random(1))
-    placement.lengths = KnownLengths({RequestId("r"): 1000})
-    return placement
-
-
-def place(table, placement=None, now=NOW, **changes):
-    (decision,) = (placement or make_placement()).assign(now, [make_request(**changes)], table)
-    return decision
-
-
-def make_busy(tokens, **changes):
-    work = tokens * tokens / 2
-    return make_load(queued_prefill_tokens=tokens, queued_requests=1, queued_attention_work=work, **changes)
-
-
-def test_a_request_is_split_over_the_least_busy_engine_of_each_side():
-    table = make_table(make_busy(4000), make_busy(3000), make_busy(2000), make_busy(2500))
-    decision = place(table)
-    assert isinstance(decision, Place)
-    assert (decision.engine_id, decision.reason) == ("e2", "split")
-    first, second = decision.route
-    assert (first.engine_id, second.engine_id) == ("e2", "e3")
-    # 20 more than predicted, less the last token, which never has KV.
-    assert 1000 <= first.end_token < second.end_token == 2019
-
-
-def test_the_answer_is_never_longer_than_was_asked_for():
-    decision = place(make_table(make_load(), make_load()), limit=300)
-    assert decision.route == (Leg(EngineId("e0"), 1000), Leg(EngineId("e1"), 1299))
-
-
-def test_the_pair_is_turned_where_that_is_sooner():
-    """No cut of the answer makes up for a prompt behind a long queue."""
-    table = make_table(make_busy(9000), make_load())
-    assert place(table).engine_id == "e1"
-    bound = SplitPlacement(StrategyParameters(), random.Random(1), is_bound_to_sides=True)
-    bound.lengths = KnownLengths({RequestId("r"): 1000})
-    assert place(make_table(make_busy(9000), make_load()), bound).engine_id == "e0"
-
-
-@pytest.mark.parametrize(("token", "engine"), [(1100, "e1"), (1900, "e0")])
-def test_a_fixed_cut_gives_the_longer_part_to_the_engine_with_less_to_do(token, engine):
-    fixed = SplitPlacement(StrategyParameters(), random.Random(1), fixed_token=token)
-    fixed.lengths = KnownLengths({RequestId("r"): 1000})
-    decision = place(make_table(make_load(), make_busy(3000)), fixed)
-    assert (decision.route[0].engine_id, decision.route[0].end_token) == (engine, token)
-
-
-def test_a_part_that_is_too_short_is_left_to_the_other_engine():
-    table = make_table(make_load(), make_busy(100))
-    decision = place(table, limit=LEAST_PART_TOKENS)
-    assert (decision.engine_id, decision.reason, decision.route) == ("e0", "whole", ())
-
-
-@pytest.mark.parametrize(
-    ("loads", "engine"),
-    [
-        ([make_load()], "e0"),
-        ([make_load(), make_load(kv_blocks_used=999)], "e0"),
-        ([make_load(kv_blocks_used=999), make_load()], "e1"),
-    ],
-)
-def test_one_engine_with_room_has_the_whole_request(loads, engine):
-    decision = place(make_table(*loads))
-    assert (decision.engine_id, decision.route) == (engine, ())
-
-
-def test_without_room_or_engines_a_request_waits():
-    full = make_table(make_load(kv_blocks_used=999), make_load(kv_blocks_used=999))
-    assert place(full) == Hold(request_id=RequestId("r"), reason="kv")
-    assert place(make_table()) == Hold(request_id=RequestId("r"), reason="no_engine")
-
-
-def test_a_recovery_is_not_split():
-    decision = place(make_table(make_load(), make_busy(4000)), is_recovery=True)
-    assert (decision.engine_id, decision.reason, decision.route) == ("e0", "recovery", ())
-
-
-@pytest.mark.parametrize(("rejection", "kind"), [(EarlyRejection.OFF, Place), (EarlyRejection.REJECT, Reject)])
-def test_a_request_that_would_be_late_is_refused_where_that_is_wanted(rejection, kind):
-    table = make_table(make_busy(50_000, kv_blocks_total=10_000), make_busy(50_000, kv_blocks_total=10_000))
-    for number in range(2):
-        table[EngineId(f"e{number}")].view.is_proven = True  # a profile has seen no iteration
-    slo = Slo(ttft_s=0.01, tpot_s=math.inf)
-    assert isinstance(place(table, make_placement(early_rejection=rejection), slo=slo), kind)
-
-
-def test_what_is_committed_moves_the_next_cut():
-    """The first of two equal requests has the pair to itself, the second one not."""
-    table, placement = make_table(make_load(), make_load()), make_placement()
-    placement.lengths = KnownLengths({RequestId(name): 1000 for name in "abc"})
-    (first,) = placement.assign(NOW, [make_request("a")], table)
-    (second,) = placement.assign(NOW, [make_request("b")], table)
-    assert first.route[0].end_token == 1000
-    assert (second.route[0].engine_id, second.route[0].end_token) != (first.route[0].engine_id, 1000)
-    # What has ended no longer counts, and is learned from.
-    for name, place_ in (("a", first), ("b", second)):
-        table.cancel_placement(place_.engine_id, RequestId(name), NOW)
-        placement.note_finished(RequestId(name), 0)
-    (third,) = placement.assign(NOW, [make_request("c")], table)
-    assert third.route[0] == first.route[0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "target"),
-    [
-        ({}, "e1"),
-        ({"planned_target": None}, None),
-        ({"planned_target": EngineId("gone")}, None),
-        ({"planned_target": EngineId("e0")}, None),
-        ({"excluded": frozenset({EngineId("e1")})}, None),
-        ({"num_blocks": 501}, None),
-        ({"cause": MoveCause.MANUAL, "num_blocks": 400}, "e1"),
-    ],
-)
-def test_the_second_part_runs_where_it_was_planned_to(changes, target):
-    router = DYNASERVE.make_router(StrategyParameters(), random.Random(1))
-    table = make_table(make_load(), make_load(kv_blocks_used=500), make_load(kv_blocks_used=900))
-    values = {
-        "cause": MoveCause.SPLIT,
-        "source": EngineId("e0"),
-        "num_blocks": 500,
-        "planned_target": EngineId("e1"),
-    }
-    assert router.target(NOW, FlowRequest(**values | changes), table) == target
-
-
-def test_another_strategy_carries_no_plan_out():
-    router = get_strategy("taichi").make_router(StrategyParameters(), random.Random(1))
-    request = FlowRequest(
-        cause=MoveCause.SPLIT,
-        source=EngineId("e0"),
-        num_blocks=1,
-        planned_target=EngineId("e1"),
-    )
-    table = make_table(make_load(), make_load(), roles=[Role.PREFILL_HEAVY, Role.DECODE_HEAVY])
-    table.configure(EngineId("e1"), role=Role.DECODE_HEAVY, chunk_size_tokens=64)
-    assert router.target(NOW, request, table) is None
-
-
-# --- which prompts are cut -----------------------------------------------------------------------------------------
-
-
-def place_cut(*, cuts_prompts, cutting, **changes):
-    """Place a prompt that both engines would share; returns where it is cut, 0: behind its end."""
-    busy = make_load(queued_prefill_tokens=300, queued_requests=1, queued_attention_work=45_000.0)
-    table = make_table(busy, make_load(), cutting=cutting)
-    placement = SplitPlacement(StrategyParameters(), random.Random(1), cuts_prompts=cuts_prompts)
-    request = make_request(prompt=3000, limit=20, **changes)
-    (place,) = placement.assign(NOW, [request], table)
-    return place.route[0].end_token if place.route and place.route[0].end_token < 3000 else 0
-
-
-@pytest.mark.parametrize("cutting", [(), (0,), (1,), (0, 1)])
-def test_prompts_are_cut_where_both_engines_can_do_their_part(cutting):
-    token = place_cut(cuts_prompts=None, cutting=cutting)
-    assert 1000 < token < 2000 if len(cutting) == 2 else token == 0
-    assert place_cut(cuts_prompts=False, cutting=cutting) == 0
-    assert 1000 < place_cut(cuts_prompts=True, cutting=cutting) < 2000
-
-
-@pytest.mark.parametrize("cuts_prompts", [None, True])
-def test_a_prompt_that_was_refused_room_is_not_cut_again(cuts_prompts):
-    assert place_cut(cuts_prompts=cuts_prompts, cutting=(0, 1), is_whole=True) == 0
-    assert place_cut(cuts_prompts=cuts_prompts, cutting=(0, 1), is_recovery=True) == 0

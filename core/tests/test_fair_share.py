@@ -151,6 +151,21 @@ def test_who_is_forgiven_starts_no_earlier_than_by_what_it_has_had():
     assert all(share.start_of(f"owner-{number}") >= 10 * (1 + number) for number in range(1025))
 
 
+def test_owners_are_forgiven_when_there_are_too_many_the_half_that_owes_less():
+    share = FairShare()
+    for number in range(1024):
+        share.place(f"owner-{number}", 1 + number, 1)
+    assert (share.start_of("owner-0"), share.start_of("owner-9")) == (1.0, 10.0)
+    share.place("one-more", 2000, 1)
+    starts = [share.start_of(f"owner-{number}") for number in range(1024)]
+    assert starts == [max(513.0, 1.0 + number) for number in range(1024)]
+
+
+def test_recoveries_go_by_urgency_whatever_else_tells_them_apart():
+    waiting = [Request(number, "a", 10, 9.0 - number, 0, is_recovery=True) for number in range(5)]
+    assert [one.number for one in select(FairShare(), waiting, {})] == [4, 3, 2, 1, 0]
+
+
 def test_one_pass_interleaves_owners_by_weight_and_length():
     """What the next pass would begin with follows from what this one places, so it has the same order."""
     waiting = [Request(number, owner, tokens) for owner, tokens in (("a", 100), ("b", 50)) for number in range(6)]

@@ -97,6 +97,7 @@ def test_formula_3_serves_the_late_one_with_the_latest_deadline_first():
         (PrefillOrder.FORMULA_3, ["timely", "hopeless", "passed"]),
         (PrefillOrder.D_EDF, ["hopeless", "timely", "passed"]),
         (PrefillOrder.EDF, ["passed", "hopeless", "timely"]),
+        (PrefillOrder.CHUNKED_EDF, ["passed", "hopeless", "timely"]),
     ],
 )
 def test_orders_differ_in_who_counts_as_late(order, served):

@@ -37,11 +37,19 @@ def test_blocks_come_and_go_with_their_engine():
     assert index.match([1, 2, 3, 4], 1) == {A: 3, B: 1}
     index.update(A, [], [3, 9])
     assert (index.match([1, 2, 3], 1), index.count_blocks(A)) == ({A: 2, B: 1}, 2)
+    assert [block for block in range(5) if index.holds(block)] == [1, 2]
     index.forget(A)
     index.forget(A)
     assert index.match([1, 2, 3], 1) == {B: 1}
     assert (A in index, B in index, index.count_blocks(A)) == (False, True, 0)
     assert [block for block in range(5) if index.holds(block)] == [1]
+
+
+def test_blocks_are_counted_in_tokens():
+    index = PrefixIndex()
+    index.update(A, [1, 2, 3], [])
+    index.update(B, [1, 2], [])
+    assert index.match([1, 2, 3], 16) == {A: 48, B: 32}
 
 
 def test_a_prompt_without_full_blocks_is_nowhere():

@@ -10,6 +10,7 @@ from statistics import fmean
 
 from sluice_core.latency import PrefillCoefficients
 from sluice_core.records import EngineId, PrefillRequest, RequestId, Role, Slo
+from sluice_core.router_shares import choose_owner
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
@@ -126,6 +127,11 @@ class Fifo:
 def measure(num_routers: int, *, has_shares: bool = False, has_news: bool = False) -> float:
     seeds = range(1, 4)
     return fmean(Fifo(num_routers, has_shares=has_shares, has_news=has_news, seed=seed).run(12.0) for seed in seeds)
+
+
+def test_an_engine_without_routers_is_in_nobodys_share():
+    assert choose_owner("e0", []) == ""
+    assert {choose_owner(f"e{number}", ["a", "b"]) for number in range(20)} == {"a", "b"}
 
 
 def test_shares_and_news_take_most_of_what_a_second_router_costs():

@@ -1,14 +1,12 @@
 import math
 import random
 from dataclasses import replace
-from itertools import permutations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_simulation import make_engines
 
-from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import (
     EngineId,
@@ -29,7 +27,6 @@ from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.prefill_budget import fit_prefill_budget
-from sluice_core.scheduling.slack.slack_waiting_order import WaitingOrder
 from sluice_core.sim.sim_setup import Arrival, Cell, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
@@ -292,65 +289,6 @@ def test_a_late_prompt_waits_no_longer_than_its_second_deadline():
     assert [one.request_id for one in assign(make_table(EngineLoad()), late, fresh)] == ["fresh", "late"]
     in_order = assign(make_table(EngineLoad()), late, fresh, late_ttft_factor=1.0)
     assert [one.request_id for one in in_order] == ["late", "fresh"]
-
-
-def count_in_time(order: list[PrefillRequest], start_s: float) -> int:
-    """Count the prompts that one engine ends in time, one after the other, at 0.1 ms per token."""
-    end_s, count = start_s, 0
-    for request in order:
-        end_s += 1e-4 * request.prompt_tokens
-        count += end_s <= request.arrival_s + request.slo.ttft_s
-    return count
-
-
-@given(
-    prompts=st.lists(st.tuples(st.integers(100, 20_000), st.integers(0, 40_000)), min_size=1, max_size=6),
-    busy=st.integers(0, 10_000),
-)
-def test_no_order_of_waiting_prompts_has_more_of_them_in_time(prompts, busy):
-    busy_s = 1e-4 * busy
-    line = IterationProfile(linear_s=(0.0,), slope_s=1e-4, prefill_work_s=0.0)
-    table = EngineTable(lambda _: line)
-    table.add(EngineId("e0"), EngineConfig(16, 1000, 64, 16_384), role=Role.DECODE_HEAVY, chunk_size_tokens=16_384)
-    table.report(EngineId("e0"), EngineLoad(kv_blocks_total=10_000, iteration_remaining_s=busy_s), 10.0)
-    # Each of them alone could be in time. Half a tick to spare: nothing hangs on the last bit of a sum.
-    waiting = [
-        make_prefill(str(number), tokens=tokens, ttft_s=1e-4 * (tokens + spare + 0.5))
-        for number, (tokens, spare) in enumerate(prompts)
-    ]
-    found = WaitingOrder(StrategyParameters()).sort(10.0, list(waiting), table)
-    assert sorted(found, key=id) == sorted(waiting, key=id)
-    most = max(count_in_time(list(order), 10.0 + busy_s) for order in permutations(waiting))
-    assert count_in_time(found, 10.0 + busy_s) == most
-
-
-def test_late_prompts_get_their_share_of_the_prefill_time_while_others_can_be_in_time():
-    order = WaitingOrder(StrategyParameters(late_share=0.2))
-    table = make_table(EngineLoad())
-    first, seconds = [], {"late": 0.0, "fresh": 0.0}
-    for number in range(200):
-        now = 100.0 + number
-        late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=now)
-        placed = order.sort(now, [fresh, late], table)[0]
-        order.note_placed(now, placed, 0.5)
-        first.append(placed.request_id)
-        seconds[placed.request_id] += 0.5
-    assert seconds["late"] / 100.0 == pytest.approx(0.2, abs=0.03)
-    assert "late" in first[-6:]
-    alone = order.sort(400.0, [make_prefill("late", arrival_s=0.0), make_prefill("later", arrival_s=1.0)], table)
-    before = [order.compute_urgency(400.0, arrival_s=0.0, ttft_slo_s=4.0, prompt_tokens=9, priority=0)]
-    for request in alone:
-        order.note_placed(400.0, request, 0.5)  # nobody else waits: it costs nobody anything
-    assert before == [order.compute_urgency(400.0, arrival_s=0.0, ttft_slo_s=4.0, prompt_tokens=9, priority=0)]
-
-
-def test_owners_take_turns_whatever_the_length_of_their_prompts():
-    long, short = make_prefill("long", tokens=60_000), make_prefill("short", tokens=100, ttft_s=0.2)
-    table = make_table(EngineLoad())
-    by_length = WaitingOrder(StrategyParameters()).sort(10.0, [long, short], table)
-    assert [one.request_id for one in by_length] == ["short", "long"]
-    turns = [replace(long, turn=0), replace(short, turn=1)]
-    assert [one.request_id for one in WaitingOrder(StrategyParameters()).sort(10.0, turns, table)] == ["long", "short"]
 
 
 def test_a_prompt_waits_at_the_router_while_engines_have_no_seat():

@@ -5,9 +5,12 @@ import pytest
 from decode_flow_harness import join, make_decodes
 from test_simulation import SLO, make_engines
 
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import PROPOSAL_BACKOFF_S, FlowPolicy
+from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
+from sluice_core.scheduling.prefill_order.event_driven_selection import EventDrivenSelector
 from sluice_core.scheduling.slo_blind_placement import RoundRobinPlacement
 from sluice_core.sim.sim_setup import Arrival, Cell
 from sluice_core.sim.simulation import Simulation
@@ -15,7 +18,7 @@ from sluice_core.strategies import DEFAULT_STRATEGY, INITIAL_STRATEGY, PARAMETER
 from sluice_core.strategies.disaggregated import GRANT_WAIT_MILLISECONDS
 from sluice_core.strategies.interface import Need, SliderUse, Strategy
 from sluice_core.strategies.role_policies import RoleRouter
-from sluice_core.strategy_parameters import WATERMARK, EarlyRejection, StrategyParameters
+from sluice_core.strategy_parameters import WATERMARK, EarlyRejection, PrefillOrder, StrategyParameters
 
 ROWS = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
 
@@ -128,6 +131,50 @@ def test_a_variant_without_flow_moves_nothing_and_flow_cannot_be_added():
     assert (varied.has_flow, varied.placement) == (False, "round_robin")
     with pytest.raises(ValueError, match="'aggregated' has no flow to switch on"):
         get_strategy("aggregated").vary(flows=True)
+
+
+def test_a_variant_may_keep_its_flow_or_have_none_as_before():
+    assert get_strategy("taichi").vary(flows=True) == get_strategy("taichi")
+    assert get_strategy("aggregated").vary(placement="round_robin").placement == "round_robin"
+    assert get_strategy("aggregated").vary(flows=False) == get_strategy("aggregated")
+
+
+@pytest.mark.parametrize(
+    ("name", "flows", "on_decode_heavy", "on_prefill_heavy"),
+    [
+        ("taichi", None, {MoveCause.DEGRADE}, {MoveCause.PREFILL_DONE, MoveCause.BACKFLOW}),
+        ("taichi", False, set(), set()),
+        ("disaggregated", None, set(), {MoveCause.PREFILL_DONE}),
+        ("disaggregated", False, set(), set()),
+        ("flowprefill", None, set(), {MoveCause.PREFILL_DONE}),
+        ("flowprefill", False, set(), set()),
+        ("aggregated", None, set(), set()),
+        ("ecoserve", None, set(), set()),
+    ],
+)
+def test_an_engine_proposes_the_moves_of_its_strategy(name, flows, on_decode_heavy, on_prefill_heavy):
+    """One decode has had its first token here, and one is slow; the blocks are all used."""
+    for role, causes in ((Role.DECODE_HEAVY, on_decode_heavy), (Role.PREFILL_HEAVY, on_prefill_heavy)):
+        decodes = make_decodes(role, total=100, used=100)
+        join(decodes, "new", now=10.0)
+        join(decodes, "slow", now=10.0, output_tokens=50, tpot_s=0.2, moved=True)
+        decodes.advance()
+        policy = get_strategy(name).vary(flows=flows).make_engine(StrategyParameters())
+        assert {move.cause for move in policy.propose(10.0, decodes)} == causes
+
+
+@pytest.mark.parametrize("flows", [None, False])
+def test_prefill_heavy_engines_hand_off_under_disaggregation(flows):
+    policy = get_strategy("disaggregated").vary(flows=flows).make_engine(StrategyParameters())
+    assert [policy.hands_off_prefills(role) for role in Role] == [flows is None, False]
+
+
+@pytest.mark.parametrize(
+    ("order", "kind"), [(PrefillOrder.S_EDF, EventDrivenSelector), (PrefillOrder.CHUNKED_EDF, DeadlineSelector)]
+)
+def test_flowprefill_selects_prompts_by_its_order(order, kind):
+    policy = get_strategy("flowprefill").make_engine(StrategyParameters(prefill_order=order))
+    assert type(policy.make_selector(IterationProfile(linear_s=(0.01,)))) is kind
 
 
 def test_names_are_found_as_the_manifest_writes_them():

@@ -7,8 +7,9 @@ import pytest
 from placement_harness import make_request
 
 from sluice_core.latency.iteration_time import IterationProfile
-from sluice_core.records import EngineId, IterationShape, RequestId, Role, Slo
+from sluice_core.records import EngineId, IterationShape, MoveCause, RequestId, Role, Slo
 from sluice_core.scheduling.batching.profile_table import ProfileTable
+from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.scheduling.engine_state import EngineLoad
@@ -16,6 +17,7 @@ from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.prefill_budget import fit_prefill_budget
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.scheduling.rolling.macro_instances import MacroInstances
+from sluice_core.scheduling.slack.decode_packing import DecodePacking
 from sluice_core.scheduling.splitting.predicted_output_lengths import (
     KnownLengths,
     NoisyLengths,
@@ -45,20 +47,24 @@ def make_table(loads, profiles=None, chunk=2048):
 # --- what waits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_recoveries", "num_others"), [(0, 900), (900, 0), (900, 900), (10, 900), (200, 200)])
+@pytest.mark.parametrize(
+    ("num_recoveries", "num_others"),
+    [(0, 900), (900, 0), (900, 900), (10, 900), (200, 200), (MAX_ASSIGNED_AT_ONCE, 0)],
+)
 def test_a_pass_has_room_for_others_beside_recoveries(num_recoveries, num_others):
-    waiting = [(number, number < num_recoveries) for number in range(num_recoveries + num_others)]
+    # They compare the other way round than by their urgency.
+    waiting = [(-number, number < num_recoveries) for number in range(num_recoveries + num_others)]
     random.Random(1).shuffle(waiting)
 
     def urgency_of(item):
-        return compute_urgency(is_recovery=item[1], next_token_due_s=item[0], priority=0, arrival_s=item[0])
+        return compute_urgency(is_recovery=item[1], next_token_due_s=-item[0], priority=0, arrival_s=-item[0])
 
     selected = select_urgent(waiting, urgency_of)
     if len(waiting) <= MAX_ASSIGNED_AT_ONCE:
         assert selected == waiting
         return
-    recoveries = sorted(number for number, is_recovery in selected if is_recovery)
-    others = sorted(number for number, is_recovery in selected if not is_recovery)
+    recoveries = sorted(-item for item, is_recovery in selected if is_recovery)
+    others = sorted(-item for item, is_recovery in selected if not is_recovery)
     assert recoveries == list(range(min(num_recoveries, MAX_ASSIGNED_AT_ONCE // 2)))
     room = MAX_ASSIGNED_AT_ONCE - len(recoveries)
     assert others == list(range(num_recoveries, num_recoveries + min(room, num_others)))
@@ -89,6 +95,14 @@ def test_least_work_is_of_tokens_then_of_the_share_of_kv():
     assert place("least_work", make_table(loads), 1) == ["e2"]
     assert place("least_work", make_table([EngineLoad(), EngineLoad()]), 1) == ["e0"]
     assert place("least_work", make_table(loads), 2) == ["e2", "e1"]
+
+
+def test_least_work_compares_shares_of_engines_of_any_size_and_leaves_no_estimate():
+    table = make_table([EngineLoad(), EngineLoad()])
+    table.report(EngineId("e0"), EngineLoad(kv_blocks_total=100, kv_blocks_used=50), 10.0)
+    table.report(EngineId("e1"), EngineLoad(kv_blocks_total=1000, kv_blocks_used=60), 10.0)
+    assert place("least_work", table, 1) == ["e1"]
+    assert {entry[3] for entry in table.order} == {10.0}
 
 
 # --- room within a time --------------------------------------------------------------------------------------------
@@ -181,6 +195,67 @@ def test_slack_is_over_the_iterations_that_are_under_way():
     assert limit(num_under_way=2, under_way_s=0.06) == pytest.approx(min(2047, (0.32 - 0.06 - 0.0101) / 1e-4), rel=0.02)
 
 
+def pack(packing, table, *, tpot_slo_s=1.0, num_blocks=100, excluded=frozenset()):
+    move = FlowRequest(
+        cause=MoveCause.PREFILL_DONE,
+        source=EngineId("e0"),
+        num_blocks=num_blocks,
+        tpot_slo_s=tpot_slo_s,
+        excluded=excluded,
+    )
+    return packing.target(move, table)
+
+
+def make_packing(*prompts, **parameters):
+    values = {"pack_share": 0.5, "pack_prompt_share": 0.0, "watermark": 0.75}
+    packing = DecodePacking(StrategyParameters(**values | parameters))
+    for tokens in prompts:
+        packing.note_placed(tokens)
+    return packing
+
+
+@pytest.mark.parametrize(("prompt_share", "target"), [(0.209, "e1"), (0.211, None)])
+def test_decodes_gather_where_a_usual_prompt_takes_its_share_of_a_gap(prompt_share, target):
+    """1,000 tokens: 10 ms and 0.1 ms each, 50 ms a chunk, and 0.1 us for each of 500,000 pairs."""
+    profile = IterationProfile(linear_s=(0.01,), slope_s=1e-4, prefill_base_s=0.05, prefill_work_s=1e-7)
+    table = make_table([EngineLoad(), EngineLoad(running_decodes=9)], [profile] * 2)
+    assert pack(make_packing(500, 1500, 1000, pack_prompt_share=prompt_share), table) == target
+
+
+def test_a_decode_leaves_for_an_engine_that_is_fuller_by_a_token_and_for_none_that_is_as_full():
+    for context, target in ((999, None), (1000, None), (1001, "e1")):
+        loads = [EngineLoad(running_decodes=9, decode_context_tokens=each) for each in (1000, context)]
+        assert pack(make_packing(1000), make_table(loads)) == target
+
+
+@pytest.mark.parametrize(("spare_s", "target"), [(1e-6, "e1"), (-1e-6, None)])
+def test_an_engine_has_to_keep_the_objective_with_the_decode_and_its_context(spare_s, target):
+    table = make_table([EngineLoad(), EngineLoad(running_decodes=9, decode_context_tokens=9000)])
+    with_it_s = LINE.estimate_shape_s(IterationShape(num_decodes=10, decode_context_tokens=9000 + 1600))
+    assert pack(make_packing(1000), table, tpot_slo_s=(with_it_s + spare_s) / 0.5) == target
+
+
+@pytest.mark.parametrize(("num_decodes", "target"), [(46, "e1"), (47, "e1"), (48, None)])
+def test_seats_are_filled_up_to_the_watermark(num_decodes, target):
+    assert pack(make_packing(1000), make_table([EngineLoad(), EngineLoad(running_decodes=num_decodes)])) == target
+
+
+def test_decodes_gather_on_no_engine_that_drains_or_that_has_failed_them():
+    table = make_table([EngineLoad(), EngineLoad(running_decodes=9)])
+    assert pack(make_packing(1000), table) == "e1"
+    assert pack(make_packing(1000), table, excluded=frozenset({EngineId("e1")})) is None
+    table.configure(EngineId("e1"), role=Role.PREFILL_HEAVY, chunk_size_tokens=2048, is_draining=True)
+    assert pack(make_packing(1000), table) is None
+
+
+@pytest.mark.parametrize(("used_blocks", "reason"), [(980, "seats"), (981, "kv")])
+def test_a_prompt_with_blocks_and_no_seat_waits_for_a_seat(used_blocks, reason):
+    table = make_table([EngineLoad(running_decodes=64, kv_blocks_used=used_blocks)])
+    router = get_strategy("sluice").make_router(StrategyParameters(), random.Random(1))
+    (decision,) = router.assign(10.0, [make_request(0, tokens=320, arrival_s=10.0)], table)
+    assert decision.reason == reason
+
+
 # --- EcoServe ------------------------------------------------------------------------------------------------------
 
 
@@ -205,16 +280,64 @@ def test_a_prompt_runs_where_saved_tpot_and_the_phase_leave_it_time(saved_s, pha
 
 
 def test_a_prompt_waits_until_the_best_engine_would_be_late():
-    """The best of both in each of what a prefill costs: 1e-4 s per token, 1e-8 s per pair, 10 ms an iteration."""
+    """The best of both in each of what a prefill costs: 1e-4 s per token but the first, 1e-8 s per pair, 10.4 ms."""
     attention = IterationProfile(linear_s=(0.02,), slope_s=1e-4, prefill_work_s=4e-8)
     tokens_cost = IterationProfile(linear_s=(0.01,), slope_s=4e-4, prefill_work_s=1e-8)
     router = get_strategy("ecoserve").make_router(StrategyParameters(), random.Random(1))
-    least_s = 1000 * 1e-4 + 1e-8 * 500_000 + 0.01
-    for left_s, reason in ((least_s + 0.002, "saved_tpot"), (least_s - 0.002, "least_late")):
+    least_s = 1000 * 1e-4 * 2047 / 2048 + 1e-8 * 500_000 + 0.0104
+    for left_s, reason in ((least_s + 2e-6, "saved_tpot"), (least_s - 2e-6, "least_late")):
         table = make_table([EngineLoad(saved_tpot_s=0.0), EngineLoad(saved_tpot_s=0.0)], [attention, tokens_cost])
         request = make_request(0, tokens=1000, arrival_s=10.0 + left_s - 2.0, ttft_s=2.0)
         (decision,) = router.assign(10.0, [request], table)
         assert decision.reason == reason
+
+
+def test_each_pass_finds_anew_how_fast_engines_are():
+    slow = IterationProfile(linear_s=(0.01,), slope_s=1e-3)
+    router = get_strategy("ecoserve").make_router(StrategyParameters(), random.Random(1))
+    reasons = []
+    for profile in (slow, LINE, slow):
+        table = make_table([EngineLoad(saved_tpot_s=0.0)], [profile])
+        (decision,) = router.assign(10.0, [make_request(0, tokens=1000, arrival_s=8.5, ttft_s=2.0)], table)
+        reasons.append(decision.reason)
+    assert reasons == ["least_late", "saved_tpot", "least_late"]
+
+
+@pytest.mark.parametrize(("left_s", "reason"), [(1.02, "saved_tpot"), (1.0, "least_late")])
+def test_an_iteration_of_one_token_each_is_what_a_late_prompt_takes(left_s, reason):
+    """100 tokens take 10.1 ms each."""
+    router = get_strategy("ecoserve").make_router(StrategyParameters(), random.Random(1))
+    table = make_table([EngineLoad(saved_tpot_s=0.0)], chunk=1)
+    request = make_request(0, tokens=100, arrival_s=10.0 + left_s - 2.0, ttft_s=2.0)
+    (decision,) = router.assign(10.0, [request], table)
+    assert decision.reason == reason
+
+
+@pytest.mark.parametrize(("used_blocks", "is_placed"), [(980, True), (981, False)])
+def test_a_prompt_that_just_fits_runs(used_blocks, is_placed):
+    router = get_strategy("ecoserve").make_router(StrategyParameters(), random.Random(1))
+    table = make_table([EngineLoad(saved_tpot_s=math.inf, kv_blocks_used=used_blocks)])
+    (decision,) = router.assign(10.0, [make_request(0, tokens=320, arrival_s=10.0)], table)
+    assert hasattr(decision, "engine_id") is is_placed
+    assert is_placed or decision.reason == "kv"
+
+
+def test_an_engine_that_takes_no_prompts_is_none():
+    router = get_strategy("ecoserve").make_router(StrategyParameters(), random.Random(1))
+    (decision,) = router.assign(10.0, [make_request(0, arrival_s=10.0)], make_table([EngineLoad()], chunk=0))
+    assert decision.reason == "room"
+
+
+def test_a_prompt_goes_to_the_group_with_fewer_tokens_per_engine():
+    macro = MacroInstances(2, 3)
+    macro.renew(list(make_table([EngineLoad() for _ in range(5)])))
+    three, two = macro.groups
+    assert (len(three.engines), len(two.engines)) == (3, 2)
+    macro.note_placement(three, 0, 300)
+    macro.note_placement(two, 0, 220)
+    assert macro.list_by_load() == [three, two]
+    macro.note_placement(three, 0, 60)
+    assert macro.list_by_load() == [two, three]
 
 
 # --- DynaServe -----------------------------------------------------------------------------------------------------
@@ -309,6 +432,10 @@ def test_objectives_of_nobody_bound_nothing():
     free = type(request)(
         request_id=request.request_id, arrival_s=0.0, prompt_tokens=9, slo=Slo(ttft_s=math.inf, tpot_s=math.inf)
     )
+    bounded = table[EngineId("e0")].room_tokens
+    assert router.assign(10.0, [], table) == []
+    router.assign(10.0, [free], table)
+    assert table[EngineId("e0")].room_tokens == bounded
     fresh = make_table([EngineLoad()])
     router.assign(10.0, [free], fresh)
     assert fresh[EngineId("e0")].room_tokens == 2048

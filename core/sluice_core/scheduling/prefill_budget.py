@@ -60,7 +60,7 @@ def fit_prefill_budget(
             low, low_s = middle, middle_s
         else:
             high = middle
-    if low == 0 or low_s <= least_s or limit_s == math.inf:
+    if low_s <= least_s or limit_s == math.inf:
         return PrefillBudget(low, 0.0)
     coefficients = latency.compute_prefill_coefficients(num_decodes, decode_context_tokens, low)
     return PrefillBudget(low, coefficients.per_work_s * low / (low_s - least_s))

@@ -63,13 +63,13 @@ class RoundRobinPlacement(_SloBlindPlacement):
         """Pick the engine with the next higher number, or the lowest."""
         following: EngineState | None = None
         first: EngineState | None = None
-        for state in engines.list_loads():
+        for state in engines.list_loads():  # by number
             if not _accepts_prefills(state, request):
                 continue
-            if first is None or state.number < first.number:
-                first = state
-            if state.number > self._last_number and (following is None or state.number < following.number):
+            first = first or state
+            if state.number > self._last_number:
                 following = state
+                break
         chosen = following or first
         if chosen is not None:
             self._last_number = chosen.number

@@ -35,7 +35,6 @@ class EventDrivenSelector(OrderedSelector):
         self._running: list[QueuedPrefill] = []
         self._selected: list[RequestId] = []
         self._has_event = False
-        self.num_suspended = 0
 
     def add(self, request_id: RequestId, *, arrival_s: float, ttft_slo_s: float, priority: int, tokens: int) -> None:
         """See ``PrefillSelector.add``: an arrival is an event."""

@@ -83,7 +83,7 @@ class WaitingOrder:
         due_s, turn = arrival_s + ttft_slo_s, 0
         if self._misses(now, due_s, prompt_tokens):
             due_s = arrival_s + self._late_ttft_factor * ttft_slo_s
-            turn = int(self._late_share < 1.0 and self._late_credit_s <= 0.0)
+            turn = int(self._late_credit_s <= 0.0)  # never with a share of 1
         return compute_urgency(is_recovery=False, next_token_due_s=0.0, priority=priority, arrival_s=due_s, turn=turn)
 
     def is_late(self, now: float, request: PrefillRequest) -> bool:

@@ -24,10 +24,9 @@ _CONTEXT_STEP: Final = 1024
 class _Part:
     """A part of a request that is committed to an engine."""
 
-    __slots__ = ("decode_tokens", "end_pass", "has_left", "is_active", "prefill_s", "request_id", "starts_at_s")
+    __slots__ = ("decode_tokens", "end_pass", "has_left", "is_active", "prefill_s", "starts_at_s")
 
-    def __init__(self, request_id: RequestId, starts_at_s: float, prefill_s: float, decode_tokens: int) -> None:
-        self.request_id = request_id
+    def __init__(self, starts_at_s: float, prefill_s: float, decode_tokens: int) -> None:
         self.starts_at_s = starts_at_s
         self.prefill_s = prefill_s
         self.decode_tokens = decode_tokens
@@ -192,7 +191,7 @@ class ExecutionPredictor:
             prefill_s: Prefill work that the engine does not report before then.
             decode_tokens: Tokens that it decodes there.
         """
-        batch, part = self._find_batch(state), _Part(request_id, starts_at_s, prefill_s, decode_tokens)
+        batch, part = self._find_batch(state), _Part(starts_at_s, prefill_s, decode_tokens)
         batch.add(part)
         self._parts.setdefault(request_id, []).append((batch, part))
 
@@ -210,8 +209,8 @@ class ExecutionPredictor:
     def _count_left_tokens(self, batch: VirtualBatch, num_decodes: int) -> float:
         """Count the decode tokens that are left, by what is known of as many decodes as the engine reports."""
         num_known, left_tokens = batch.num_active, batch.left_tokens
-        if num_decodes <= num_known:
-            return left_tokens * num_decodes / num_known if num_known else 0.0
+        if num_decodes < num_known:
+            return left_tokens * num_decodes / num_known
         mean = left_tokens / num_known if num_known else 0.0
         return left_tokens + (num_decodes - num_known) * max(float(self._margin_tokens), mean)
 

@@ -7,7 +7,7 @@ Source: DynaServe, sections 3.1 and 4.1. Where the paper is silent:
 - The pair is tried in both orders. The one that is done sooner is taken, the sides' order where that makes no
   difference: where no cut balances the pair (prompts are not cut, or one part would be too short) this does.
 - Parts shorter than ``LEAST_PART_TOKENS`` are left to the other engine.
-- Recoveries are not split.
+- Recoveries are not split: they are placed as ``LengthAwarePlacement`` does.
 """
 
 from __future__ import annotations
@@ -135,16 +135,13 @@ class SplitPlacement(LengthAwarePlacement):
     def _plan(self, one: _Server, other: _Server, request: PrefillRequest, output_tokens: int) -> _Plan:
         """Split a request over a pair, in the better order."""
         plan = self._search(one, other, request, output_tokens)
-        if one.state is other.state or self._is_bound_to_sides:
+        if self._is_bound_to_sides:
             return plan
         turned = self._search(other, one, request, output_tokens)
         return turned if turned.split.done_s + TOLERANCE_S < plan.split.done_s else plan
 
     def _search(self, first: _Server, second: _Server, request: PrefillRequest, output_tokens: int) -> _Plan:
         total = request.prompt_tokens + output_tokens
-        if first.state is second.state or request.is_recovery:
-            done_s = first.clock.predict_s(request.prompt_tokens, 0, total)
-            return _Plan(first, second, Split(total, done_s, second.clock.committed_s))
         if self._fixed_token:
             token = min(self._fixed_token, total)
             first_s = first.clock.predict_s(request.prompt_tokens, 0, token)
@@ -188,12 +185,12 @@ class SplitPlacement(LengthAwarePlacement):
         part = replace(request, prompt_tokens=end) if end < request.prompt_tokens else request
         deadline_s = request.arrival_s + request.slo.ttft_s
         done_s = assign_pass.estimate_done_s(part, view)
-        is_feasible = done_s < deadline_s or request.is_recovery
+        is_feasible = done_s < deadline_s
         rejected = None if is_feasible else reject_late(assign_pass, request, [entry], deadline_s)
         if rejected is not None:
             return rejected
         reason = "split" if is_split else "whole"
-        place = assign_pass.place(part, entry, "recovery" if request.is_recovery else reason, is_feasible=is_feasible)
+        place = assign_pass.place(part, entry, reason, is_feasible=is_feasible)
         self._predictor.commit(
             request.request_id,
             first.state,
