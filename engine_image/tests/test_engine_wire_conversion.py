@@ -390,8 +390,8 @@ def test_a_router_learns_from_the_hello_what_it_decides_by(vllm_side, builder, m
     assert hello.model == f"LlamaForCausalLM/{identity.hash_model(settings.model, None)}"
     assert hello.fingerprint == identity.make_fingerprint(settings, builder._config)
     assert (hello.max_batch_tokens, hello.max_num_seqs, hello.max_model_len_tokens) == (512, 256, 4096)
-    # Keys and values of two heads of 32 numbers of 4 bytes, in three layers.
-    assert (hello.block_size_tokens, hello.kv_bytes_per_token) == (32, 2 * 2 * 32 * 4 * 3)
+    # Keys and values of two heads of 32 numbers of 4 bytes, in two layers.
+    assert (hello.block_size_tokens, hello.kv_bytes_per_token) == (32, 2 * 2 * 32 * 4 * 2)
     assert hello.version == "vllm 0.32.0"
     assert len(hello.prefix_root) == 32
     assert (hello.pulls_parts, hello.cuts_prompts) == (True, True)
