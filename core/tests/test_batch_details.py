@@ -70,6 +70,10 @@ def test_a_cell_is_of_the_mean_context_of_its_decodes():
     assert table.get_factor(400, 17 * 500, 17) == 1.0
 
 
+def test_a_limit_that_an_iteration_passes_without_prefills_leaves_no_room():
+    assert make_learned((400, 1.5)).find_most_prefill(0.005, 2048, 0, 0).tokens == 0
+
+
 def test_a_faster_cell_has_more_room():
     room = make_learned((400, 0.8)).find_most_prefill(0.042, 2048, 0, 0).tokens
     assert room == fit_prefill_budget(LINE, 0.042 / 0.8, 2048, 0, 0).tokens > 400
