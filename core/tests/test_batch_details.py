@@ -70,6 +70,10 @@ def test_a_cell_is_of_the_mean_context_of_its_decodes():
     assert table.get_factor(400, 17 * 500, 17) == 1.0
 
 
+def test_a_limit_that_an_iteration_passes_without_prefills_leaves_no_room():
+    assert make_learned((400, 1.5)).find_most_prefill(0.005, 2048, 0, 0).tokens == 0
+
+
 def test_a_faster_cell_has_more_room():
     room = make_learned((400, 0.8)).find_most_prefill(0.042, 2048, 0, 0).tokens
     assert room == fit_prefill_budget(LINE, 0.042 / 0.8, 2048, 0, 0).tokens > 400
@@ -111,7 +115,7 @@ def make_batch(**changes):
     return EngineBatch(**values | {"block_size_tokens": 16, "last_prefill_s": 10.0, "num_new_prompts": 1} | changes)
 
 
-def bind(*decodes, **parameters):
+def bind(*decodes, is_moved_in=False, **parameters):
     """Make Sluice's engine with decodes of a first token at some time, output tokens and TPOT objective."""
     joined = DecodeSet(block_size_tokens=16, max_num_seqs=64)
     for number, (first_token_s, output_tokens, tpot_slo_s) in enumerate(decodes):
@@ -122,7 +126,7 @@ def bind(*decodes, **parameters):
             output_tokens_since_reset=output_tokens,
             first_token_s=first_token_s,
             tpot_slo_s=tpot_slo_s,
-            is_moved_in=False,
+            is_moved_in=is_moved_in,
         )
     values = {"tpot_share": 1.0, "least_prefill_share": 0.0, "catch_up_tokens": 0}
     policy = get_strategy("sluice").make_engine(StrategyParameters(**values | parameters))
@@ -135,6 +139,13 @@ def get_room_s(policy, **changes):
     batch = make_batch(**{"num_decodes": 1} | changes)
     tokens = policy.limits(10.0, batch).prefill_budget_tokens
     return LINE.estimate_shape_s(make_shape(tokens, num_decodes=batch.num_decodes + batch.num_joining))
+
+
+@pytest.mark.parametrize("is_moved_in", [False, True])
+def test_a_decode_counts_from_its_first_iteration_on(is_moved_in):
+    """Its next token is due in 20 ms."""
+    policy = bind((9.92, 1, 0.1), is_moved_in=is_moved_in)
+    assert get_room_s(policy) == pytest.approx(0.1 - 0.08, rel=0.02)
 
 
 def test_decodes_wait_for_no_prompts_where_none_are():
@@ -253,6 +264,7 @@ def test_what_has_left_is_late_no_more_whenever_it_would_have_been():
         QueuedPrefill(RequestId(name), number=number, deadline_s=1.0, urgency_s=1.0, tokens=100)
         for number, name in enumerate(("gone", "stays"))
     )
+    slacks.update(0.0, 512, 0)
     slacks.add(gone)
     slacks.add(stays)
     slacks.remove(gone)

@@ -38,6 +38,7 @@ def test_blocks_come_and_go_with_their_engine():
     index.update(A, [], [3, 9])
     assert (index.match([1, 2, 3], 1), index.count_blocks(A)) == ({A: 2, B: 1}, 2)
     assert [block for block in range(5) if index.holds(block)] == [1, 2]
+    assert len(index) == 2
     index.forget(A)
     index.forget(A)
     assert index.match([1, 2, 3], 1) == {B: 1}

@@ -9,6 +9,7 @@ from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import PROPOSAL_BACKOFF_S, FlowPolicy
+from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
 from sluice_core.scheduling.prefill_order.event_driven_selection import EventDrivenSelector
 from sluice_core.scheduling.slo_blind_placement import RoundRobinPlacement
@@ -16,8 +17,8 @@ from sluice_core.sim.sim_setup import Arrival, Cell
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import DEFAULT_STRATEGY, INITIAL_STRATEGY, PARAMETERS, STRATEGIES, get_strategy
 from sluice_core.strategies.disaggregated import GRANT_WAIT_MILLISECONDS
-from sluice_core.strategies.interface import Need, SliderUse, Strategy
-from sluice_core.strategies.role_policies import RoleRouter
+from sluice_core.strategies.interface import Need, RouterPolicy, SliderUse, Strategy
+from sluice_core.strategies.role_policies import FlowRules, RoleRouter
 from sluice_core.strategy_parameters import WATERMARK, EarlyRejection, PrefillOrder, StrategyParameters
 
 ROWS = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=list(STRATEGIES))
@@ -161,6 +162,20 @@ def test_an_engine_proposes_the_moves_of_its_strategy(name, flows, on_decode_hea
         decodes.advance()
         policy = get_strategy(name).vary(flows=flows).make_engine(StrategyParameters())
         assert {move.cause for move in policy.propose(10.0, decodes)} == causes
+
+
+@pytest.mark.parametrize("switch", ["moves_first_decodes", "degrades", "flows_back"])
+def test_a_strategy_has_the_moves_of_its_rules_and_no_others(switch):
+    flow = FlowRules(**{switch: True}).make_flow(get_strategy("taichi"), StrategyParameters(), random.Random(1))
+    switches = ("moves_first_decodes", "degrades", "flows_back")
+    assert [each for each in switches if getattr(flow, each)] == [switch]
+
+
+def test_a_router_policy_that_says_nothing_moves_nothing():
+    policy, engines = RouterPolicy(), EngineTable()
+    assert not policy.moves_first_decode(Role.PREFILL_HEAVY, engines)
+    assert not policy.has_decode_engines(engines)
+    assert not policy.is_too_soon(MoveCause.DEGRADE, 0)
 
 
 @pytest.mark.parametrize("flows", [None, False])

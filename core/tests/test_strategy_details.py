@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from placement_harness import make_request
@@ -27,7 +28,7 @@ from sluice_core.scheduling.splitting.predicted_output_lengths import (
 from sluice_core.scheduling.waiting_order import MAX_ASSIGNED_AT_ONCE, compute_urgency, select_urgent
 from sluice_core.strategies import STRATEGIES, get_strategy
 from sluice_core.strategies.placements import PLACEMENTS
-from sluice_core.strategy_parameters import WATERMARK, StrategyParameters, format_parameters
+from sluice_core.strategy_parameters import WATERMARK, EarlyRejection, StrategyParameters, format_parameters
 
 LINE = IterationProfile(linear_s=(0.01,), slope_s=1e-4, prefill_work_s=1e-8, decode_context_s=1e-7)
 CONFIG = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=2048)
@@ -290,6 +291,18 @@ def test_a_prompt_waits_until_the_best_engine_would_be_late():
         request = make_request(0, tokens=1000, arrival_s=10.0 + left_s - 2.0, ttft_s=2.0)
         (decision,) = router.assign(10.0, [request], table)
         assert decision.reason == reason
+
+
+def test_a_refused_prompt_may_come_again_once_it_would_no_longer_be_late():
+    proven, lateness_s = replace(LINE, num_observations=1000), []
+    for rejection in (EarlyRejection.OFF, EarlyRejection.REJECT):
+        table = make_table([EngineLoad(saved_tpot_s=0.0, queued_prefill_tokens=9000, queued_requests=1)], [proven])
+        router = get_strategy("ecoserve").make_router(StrategyParameters(early_rejection=rejection), random.Random(1))
+        (decision,) = router.assign(10.0, [make_request(0, arrival_s=9.8, ttft_s=0.25)], table)
+        is_refused = rejection is EarlyRejection.REJECT
+        lateness_s.append(decision.retry_after_s if is_refused else decision.predicted_ttft_s - 0.25)
+    assert lateness_s[0] > 0.8
+    assert lateness_s[1] == pytest.approx(lateness_s[0])
 
 
 def test_each_pass_finds_anew_how_fast_engines_are():
