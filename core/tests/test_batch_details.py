@@ -87,6 +87,12 @@ def test_a_cell_that_is_too_slow_says_how_far_down_the_room_goes(smaller):
     assert table.find_most_prefill(0.062, 2048, 0, 0).tokens == expected
 
 
+def test_a_faster_cell_below_a_slow_one_has_no_room_in_the_slow_one():
+    table = make_learned((600, 1.5), (400, 0.8))
+    assert fit_prefill_budget(LINE, 0.062 / 0.8, 2048, 0, 0).tokens > 512
+    assert table.find_most_prefill(0.062, 2048, 0, 0).tokens == 511
+
+
 # --- room within a time --------------------------------------------------------------------------------------------
 
 

@@ -164,14 +164,21 @@ def test_what_is_committed_moves_the_next_cut():
     assert third.route[0] == first.route[0]
 
 
-def test_a_request_that_is_placed_again_is_no_longer_committed_where_it_was():
+@pytest.mark.parametrize("is_recovery", [False, True])
+def test_a_request_that_is_placed_again_is_no_longer_committed_where_it_was(is_recovery):
     table, placement = make_table(make_load(), make_load()), make_placement()
-    routes = []
-    for _ in range(2):
-        placed = place(table, placement)
-        routes.append(placed.route)
+    placement.lengths = KnownLengths({RequestId(name): 1000 for name in "ab"})
+
+    def place_once(name, **changes):
+        placed = place(table, placement, name=name, **changes)
         table.cancel_placement(placed.engine_id, placed.request_id, NOW)
-    assert routes[0] == routes[1]
+        return placed.route
+
+    first = place_once("a")
+    assert place_once("a", is_recovery=is_recovery) == (() if is_recovery else first)
+    if not is_recovery:
+        placement.note_finished(RequestId("a"), 0)
+    assert place_once("b") == first
 
 
 @pytest.mark.parametrize(

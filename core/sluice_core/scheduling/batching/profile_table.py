@@ -79,7 +79,8 @@ class ProfileTable:
             )
             if fitted.tokens >= room.tokens or _find_size(fitted.tokens) == _find_size(room.tokens):
                 return fitted if fitted.tokens < room.tokens or factor < 1.0 else room
-            most_tokens, room = room.tokens - 1, fitted
+            # A factor holds in its own cell alone, and those between the two have not been asked.
+            most_tokens, room = (1 << _find_size(fitted.tokens)) - 1, fitted
         return room
 
 

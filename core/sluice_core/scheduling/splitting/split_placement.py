@@ -100,9 +100,13 @@ class SplitPlacement(LengthAwarePlacement):
         if output_tokens:
             self.lengths.observe(output_tokens)
 
+    def _decide(self, assign_pass: AssignPass, request: PrefillRequest) -> Decision:
+        """See ``PrefillPlacement._decide``."""
+        self._predictor.forget(request.request_id)  # it was lost, or returned
+        return super()._decide(assign_pass, request)
+
     def _place(self, assign_pass: AssignPass, request: PrefillRequest) -> Decision:
         """See ``LengthAwarePlacement._place``."""
-        self._predictor.forget(request.request_id)  # it was lost, or returned
         if not assign_pass.list_candidates(request):
             return Hold(request_id=request.request_id, reason=assign_pass.explain_no_candidate())
         sides = self._list_sides(assign_pass, request)
