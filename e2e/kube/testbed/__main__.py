@@ -81,7 +81,8 @@ def test(arguments: tuple[str, ...]) -> None:
             settings.append(_settings_of_played_nodes(settings[0]))
             place = {"SLUICE_KUBE_FOLDER": str(settings[1].folder), "SLUICE_KUBE_PORT": str(settings[1].ports.api)}
             counts = run_side_by_side(
-                lambda: run_half("real"), lambda: run_half("played", environment=place, name="tests with played nodes")
+                [lambda: run_half("real")],
+                [lambda: run_half("played", environment=place, name="tests with played nodes")],
             )
     except TestbedError as error:
         print(f"testbed: {error}")
