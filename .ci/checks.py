@@ -40,6 +40,8 @@ SEARCHING_TESTS = tuple(
 WAITING_TESTS = (".ci/tests",)
 # Unit tests start no engine. They run on all cores, since each test has its own ports and folders.
 ON_ALL_CORES = ("--numprocesses=auto", "--dist=worksteal")
+# Those of the command line and the benchmarks wait for processes most of their time.
+ON_MORE_THAN_ALL_CORES = (f"--numprocesses={(os.cpu_count() or 1) + 2}", "--dist=worksteal")
 # These start engines by the file, on two cores; each worker has ports of its own.
 ENGINE_TESTS = ("--numprocesses=2", "--dist=loadfile", "engine_image/tests")
 # These start clusters, each on ports of its own.
@@ -188,7 +190,7 @@ def run_all() -> Counts:
         # The wheel is built meanwhile.
         [lambda: run_tests(unit_tests, limit_s=UNIT_TESTS_LIMIT_S, name="unit tests that need no wheel")],
     )
-    counts.add(run_tests([*ON_ALL_CORES, *WHEEL_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
+    counts.add(run_tests([*ON_MORE_THAN_ALL_CORES, *WHEEL_TESTS], limit_s=UNIT_TESTS_LIMIT_S, on_wheel=True))
     counts.add(run_tests(ENGINE_TESTS, limit_s=ENGINE_TESTS_LIMIT_S))
     counts.add(run_cluster_tests())
     return counts

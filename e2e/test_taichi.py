@@ -334,9 +334,10 @@ async def test_the_longest_output_leaves_a_d_heavy_engine_above_the_watermark(fl
             await settle(load, first, second)
             async with load.repeating([texts.filler], f"filler-{attempt}"):
                 is_seen = await load.has_moved("degrade", first, second)
+                has_ended = first.task.done()  # then the second one is the longest
             await asyncio.gather(first.task, second.task)
             num_degrades = [count_degrades(await load.explain(stream)) for stream in (first, second)]
-            assert num_degrades[0] > 0 or num_degrades[1] == 0
+            assert has_ended or num_degrades[0] > 0 or num_degrades[1] == 0
             if is_seen and num_degrades[1] == 0:
                 break
         moves = {stream: await load.list_moves(stream) for stream in (first, second)}
