@@ -11,7 +11,7 @@ import yaml
 from click.testing import CliRunner
 
 from sluice_cli.main import cli
-from sluice_cli.output.plan_report import format_candidate_engines, make_patch
+from sluice_cli.output.plan_report import describe_candidate, format_candidate_engines, make_patch
 from sluice_cli.simulation.cluster_spec import format_engines, parse_engines
 from sluice_cli.simulation.plan_inputs import PlanFlags, make_inputs, parse_range
 from sluice_core.planning.slider_candidates import SliderCandidate
@@ -184,6 +184,16 @@ def test_flags_win_over_the_manifest() -> None:
     assert (inputs.goal.least_replicas, inputs.goal.most_replicas, inputs.goal.target) == (6, 6, 0.95)
     assert (inputs.space.prefill_heavy_tokens, inputs.space.watermarks) == ((512,), (0.9,))
     assert (inputs.problem.slo.ttft_s, inputs.space.strategies) == (0.7, ("taichi",))
+
+
+def test_a_candidate_is_described_in_the_words_of_simulate() -> None:
+    assert describe_candidate(CANDIDATES["taichi"]) == {
+        "engines": "1x1024,2x128",
+        "strategy": "taichi",
+        "tensor_parallel": 1,
+        "gpus": 3,
+        "parameters": {"watermark": 0.9, "approaching_factor": 1.0},
+    }
 
 
 CANDIDATES = {

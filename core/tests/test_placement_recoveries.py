@@ -27,10 +27,10 @@ def test_a_recovery_that_nobody_can_take_is_held(engines, reason):
     assert (type(decision), decision.request_id, decision.reason) == (Hold, "r0", reason)
 
 
-def use_up_recovery_share(table, name, *, tokens=6000):
+def use_up_recovery_share(table, name, *, tokens=6000, now=0.0):
     """Place a recovery, and let the engine report that it is done with it, and what else it has."""
     table.record_placement(
-        EngineId(name), RequestId("gone"), 0.0, tokens=tokens, kv_tokens=tokens, execute_s=0.75, is_recovery=True
+        EngineId(name), RequestId("gone"), now, tokens=tokens, kv_tokens=tokens, execute_s=0.75, is_recovery=True
     )
     table.mark_submitted(EngineId(name), RequestId("gone"), 1)
 
@@ -45,9 +45,12 @@ def test_an_idle_engine_takes_recoveries_beyond_their_share():
     assert decide(table, make_request(1, is_recovery=True)).reason == "recovery"
 
 
-def test_the_share_of_recoveries_is_open_from_its_very_moment():
+@pytest.mark.parametrize("now", [0.0, 1000.0])
+def test_the_share_of_recoveries_is_open_from_its_very_moment(now):
     table = make_table({"queued_prefill_tokens": 500})
-    use_up_recovery_share(table, "e0")
+    use_up_recovery_share(table, "e0", now=now)
+    # Half of the engine's time: 0.75 s of work take 1.5 s.
+    assert table[EngineId("e0")].recovery_free_at_s == now + 1.5
     open_s = table[EngineId("e0")].recovery_free_at_s - RECOVERY_BURST_S
     assert decide(table, make_request(is_recovery=True), now=open_s - 1e-9).reason == "recovery_cap"
     assert decide(table, make_request(is_recovery=True), now=open_s).reason == "recovery"

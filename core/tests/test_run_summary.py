@@ -334,6 +334,13 @@ def test_a_cell_that_never_passes_is_refused():
         bisect_rate(lambda _: None, 1.0)
 
 
+def test_a_rate_at_which_nothing_arrives_does_not_pass():
+    with pytest.raises(NoGoodputError, match="not even"):
+        search_goodput(
+            make_cell(), PoissonWorkload(ROWS, Slo(ttft_s=1.0, tpot_s=1.0), seed=1), duration_s=1e-9, start_rps=1.0
+        )
+
+
 def test_goodput_is_a_rate_that_passes_whose_successor_fails():
     workload = PoissonWorkload(ROWS, Slo(ttft_s=0.2, tpot_s=0.05), seed=1)
     found = search_goodput(make_cell(), workload, duration_s=5.0, start_rps=8.0)

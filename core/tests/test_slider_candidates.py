@@ -125,6 +125,13 @@ def test_resizing_keeps_the_share_and_the_bounds() -> None:
     assert (resized.num_prefill_heavy, resized.num_decode_heavy) == (3, 13)
 
 
+@pytest.mark.parametrize(("replicas", "num_prefill_heavy"), [(3, 1), (4, 1), (5, 2), (7, 2), (8, 3)])
+def test_a_share_is_kept_to_the_nearest_engine(replicas, num_prefill_heavy) -> None:
+    resized = resize(make_taichi(num_prefill_heavy=1), replicas, make_space())
+    assert resized is not None
+    assert resized.num_prefill_heavy == num_prefill_heavy
+
+
 def test_a_cell_has_the_candidates_engines() -> None:
     cell = build_cell(make_problem(), make_taichi(watermark=0.9, approaching_factor=0.8), seed=3, kv_scale=0.5)
     assert [(e.engine_id, e.role, e.chunk_size_tokens, e.kv_blocks_total) for e in cell.engines] == [

@@ -318,6 +318,25 @@ async def test_a_search_that_cannot_be_made_says_why() -> None:
         await SearchRunner((sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)")).run(unknown)
 
 
+async def test_two_searches_run_at_a_time_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, goes_on = [], asyncio.Event()
+
+    async def run(*_: object) -> str:
+        running.append(len(running))
+        await goes_on.wait()
+        return "[]"
+
+    monkeypatch.setattr(search_process, "_run_program", run)
+    runner, question = SearchRunner(), make_question()
+    searches = [asyncio.create_task(runner.run(question)) for _ in range(3)]
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert len(running) == 2
+    goes_on.set()
+    assert [type(error) for error in await asyncio.gather(*searches, return_exceptions=True)] == [SearchError] * 3
+    assert len(running) == 3
+
+
 async def test_a_search_that_eats_memory_ends_alone_and_says_so() -> None:
     program = (
         "from sluice_operator.autotune import search, search_process\n"

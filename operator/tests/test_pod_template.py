@@ -199,7 +199,11 @@ def test_the_rest_is_free(over, component) -> None:
 
 
 @COMPONENTS
-@pytest.mark.parametrize("affinity", [EVERYWHERE, {"podAffinity": 1}], ids=["namespaces", "no-affinity"])
+@pytest.mark.parametrize(
+    "affinity",
+    [EVERYWHERE, {"podAffinity": 1}, {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": 1}}],
+    ids=["namespaces", "no-affinity", "no-terms"],
+)
 def test_affinity_stays_in_its_namespace(affinity, component) -> None:
     (line,) = find_refused_affinity_terms(affinity, component, allow_host_access=False)
     assert line.startswith(f"spec.{component}.affinity")

@@ -66,6 +66,14 @@ async def test_an_authority_that_is_not_its_own_root_is_trusted_by_openssl_and_g
     await server.stop(0)
 
 
+@pytest.mark.parametrize("end", [b"", b"\n", b"\n\n"])
+def test_a_key_may_end_with_or_without_a_new_line(tmp_path: Path, authority: trustme.CA, end: bytes) -> None:
+    files = make_files(authority, "a.svc")
+    mount_secret(tmp_path, {**files, "tls.key": files["tls.key"].rstrip() + end})
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    load_chain(context, read_certificates(tmp_path, is_mutual=False))
+
+
 def test_a_front_needs_no_authority(tmp_path: Path, authority: trustme.CA) -> None:
     files = make_files(authority, "a.svc")
     del files["ca.crt"]
