@@ -318,6 +318,13 @@ async def test_an_abort_of_an_ended_slot_is_answered_by_nothing(engine):
 # --- grants and hand-offs --------------------------------------------------------------------------------------------
 
 
+async def test_a_grant_for_a_cause_that_is_not_known_is_refused_by_it(engine):
+    router = engine.attached()
+    await router.send(grant_requests=[wire.GrantRequest(grant_id=5, num_tokens=40)])
+    assert list(router.receive()[0].grants) == [wire.Grant(grant_id=5, reason="cause")]
+    assert not engine.core.commands
+
+
 async def test_grants_of_two_routers_with_one_number_are_two_grants(engine):
     routers = engine.attached("router-1"), engine.attached("router-2")
     for router in routers:

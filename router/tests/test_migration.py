@@ -278,17 +278,16 @@ def test_kv_that_a_broken_stream_took_along_holds_back_no_message_to_the_next_st
 
 
 def hand_off_and_wait(harness: Harness, alive: tuple[str, ...], seconds: float, *, hung: str = ""):
-    """Hands a request off; then time passes in which the target gets no KV, and only ``alive`` report.
+    """Hands two requests off; then time passes in which the target gets no KV, and only ``alive`` report.
 
     All of them but ``hung`` compute.
     """
-    request_id, response_stream = start_on(harness, "p0")
+    started = [start_on(harness, "p0") for _ in range(2)]
     harness.step_all()
     harness.step("p0")
     harness.deliver()
-    move = harness.state.requests.live[request_id].migration
-    assert move is not None
-    assert move.phase is MigrationPhase.SUBMITTED
+    moves = [harness.state.requests.live[request_id].migration for request_id, _ in started]
+    assert [move and move.phase for move in moves] == [MigrationPhase.SUBMITTED] * 2
     for _ in range(round(seconds * 10)):
         harness.clock.advance(0.1)
         for name in harness.engines.keys() & set(alive):
@@ -296,29 +295,31 @@ def hand_off_and_wait(harness: Harness, alive: tuple[str, ...], seconds: float, 
             load.iteration_age_s = 1e9 if name == hung else 0
             harness.router.handle_message(harness.engines[name], engine_pb2.AttachResponse(load=load))
         harness.router.tick()
-    return response_stream
+    return [response_stream for _, response_stream in started]
 
 
-def test_request_whose_kv_does_not_come_in_time_is_recomputed():
+def test_requests_whose_kv_does_not_come_in_time_are_recomputed():
     harness = Harness(PD, limits=make_limits(pull_timeout_s=1, silence_limit_s=50, iteration_age_floor_s=50))
-    response_stream = hand_off_and_wait(harness, ("p0", "d0"), 1.2)
-    assert harness.count("moves", "prefill_done", "pull_timeout") == 1
-    check_end(harness, response_stream)
-    assert harness.count("recoveries", "pull_timeout") == 1
+    streams = hand_off_and_wait(harness, ("p0", "d0"), 1.2)
+    assert harness.count("moves", "prefill_done", "pull_timeout") == 2
+    for response_stream in streams:
+        check_end(harness, response_stream)
+    assert harness.count("recoveries", "pull_timeout") == 2
 
 
 @pytest.mark.parametrize("fault", ["silence", "hang"])
-def test_request_that_pulls_from_an_engine_that_stands_still_is_recomputed(fault):
+def test_requests_that_pull_from_an_engine_that_stands_still_are_recomputed(fault):
     harness = Harness(PD, limits=make_limits(silence_limit_s=2, iteration_age_floor_s=2, pull_timeout_s=50))
     start_on(harness, "p0", 60)  # keeps it at work
     harness.cores["d0"].refuse_grants = "kv"
     harness.step_all()
     harness.cores["d0"].refuse_grants = ""
-    response_stream = hand_off_and_wait(harness, ("d0",) if fault == "silence" else ("p0", "d0"), 2.3, hung="p0")
+    streams = hand_off_and_wait(harness, ("d0",) if fault == "silence" else ("p0", "d0"), 2.3, hung="p0")
     assert harness.closed == [("p0", fault)]
     harness.router.apply_plan(make_plan({"d0": "D"}, generation=2))
-    check_end(harness, response_stream)
-    assert harness.count("recoveries", "source_lost") == 1
+    for response_stream in streams:
+        check_end(harness, response_stream)
+    assert harness.count("recoveries", "source_lost") == 2
 
 
 @pytest.mark.parametrize("phase", PHASES)
