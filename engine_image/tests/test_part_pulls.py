@@ -105,8 +105,8 @@ def test_what_follows_a_copy_joins_with_the_next_iteration(async_pair: tuple[Eng
 
 def test_a_later_part_brings_what_was_decoded_meanwhile(pair: tuple[Engine, Engine]) -> None:
     source, target = pair
-    alone = run_alone(source, PROMPT, max_tokens=120)
-    part = start(source, PROMPT, max_tokens=120)
+    alone = run_alone(source, PROMPT, max_tokens=300)
+    part = start(source, PROMPT, max_tokens=300)
     key, _ = copy(source, target, part, PROMPT)
     wait([source], lambda: len(part.tokens) > 2 * BLOCK_SIZE)
     tokens = [*PROMPT, *part.tokens]
@@ -116,7 +116,7 @@ def test_a_later_part_brings_what_was_decoded_meanwhile(pair: tuple[Engine, Engi
     source.command(core_messages.ReleaseOfferCommand(key=later.key))
     assert later.num_tokens >= 8 * BLOCK_SIZE
     hand_off(source, part)
-    rest = target.resume(part, part.tokens, PROMPT, grant_key=key, max_tokens=120)
+    rest = target.resume(part, part.tokens, PROMPT, grant_key=key, max_tokens=300)
     wait([source, target], lambda: rest.is_over)
     assert part.tokens + rest.tokens == alone.tokens
     wait([source, target], lambda: is_idle(source, target))
