@@ -91,6 +91,7 @@ def test_phases_end_with_a_live_switch(pair: tuple[Engine, Engine], after: str) 
     others = [
         engine.submit(make_prompt(size, salt=salt), max_tokens=40, extras=EXTRAS) for salt, size in ((1, 500), (2, 400))
     ]
+    wait([engine], lambda: 0 < engine.load().queued_prefill_tokens < 900)  # the others have begun
     num_tokens = len(first.tokens)
     wait([engine], lambda: engine.load().queued_prefill_tokens < 700)
     assert len(first.tokens) <= num_tokens + 2  # it has waited since
