@@ -101,7 +101,7 @@ class SplitPlacement(LengthAwarePlacement):
             self.lengths.observe(output_tokens)
 
     def _decide(self, assign_pass: AssignPass, request: PrefillRequest) -> Decision:
-        """See ``PrefillPlacement._decide``."""
+        """See ``LengthAwarePlacement._decide``."""
         self._predictor.forget(request.request_id)  # it was lost, or returned
         return super()._decide(assign_pass, request)
 
@@ -139,7 +139,7 @@ class SplitPlacement(LengthAwarePlacement):
     def _plan(self, one: _Server, other: _Server, request: PrefillRequest, output_tokens: int) -> _Plan:
         """Split a request over a pair, in the better order."""
         plan = self._search(one, other, request, output_tokens)
-        if self._is_bound_to_sides:
+        if one.state is other.state or self._is_bound_to_sides:
             return plan
         turned = self._search(other, one, request, output_tokens)
         return turned if turned.split.done_s + TOLERANCE_S < plan.split.done_s else plan
