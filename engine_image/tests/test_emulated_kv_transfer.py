@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import time
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from quiet_imports import import_quietly
 
 
 @pytest.fixture(scope="module")
 def emulation() -> Any:
-    """The module, which imports vLLM, whose warnings are its own affair."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from sluice_engine.emulation import emulated_kv_transfer  # noqa: PLC0415
-    return emulated_kv_transfer
+    return import_quietly("sluice_engine.emulation.emulated_kv_transfer")
 
 
 def wait(condition: Any) -> Any:

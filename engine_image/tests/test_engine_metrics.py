@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import urllib.error
 import urllib.request
 from types import SimpleNamespace
 
 import pytest
+from engine_server_harness import find_port
 
 from sluice.v1 import sampling_pb2
 from sluice_engine import core_messages
@@ -33,9 +33,7 @@ def server():
 
 @pytest.fixture
 def address(server):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_port()
     state = SimpleNamespace(is_ready=True)
     http = start_http("127.0.0.1", port, server, lambda: state.is_ready)
     yield SimpleNamespace(url=f"http://127.0.0.1:{port}", state=state)

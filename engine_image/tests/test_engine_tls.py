@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 import trustme
 from certificate_files import make_files, mount_secret
+from engine_server_harness import find_port
 from fake_core import FINGERPRINT, Builder, Clock, Core
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -40,9 +40,7 @@ def stranger() -> trustme.CA:
 
 
 def make_settings(folder: Path) -> EngineSettings:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_port()
     return EngineSettings(
         engine_id="e",
         host="127.0.0.1",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from engine_ports import PORTS
+from quiet_imports import import_quietly
 
 from sluice_engine.errors import StartError
 from sluice_engine.settings import EngineSettings
@@ -49,20 +50,12 @@ EXECUTOR = "sluice_engine.startup.in_process_executor.InProcessExecutor"
 
 @pytest.fixture(scope="module")
 def launch() -> Any:
-    """The module, which imports vLLM, whose warnings are its own affair."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from sluice_engine.startup import launch  # noqa: PLC0415
-    return launch
+    return import_quietly("sluice_engine.startup.launch")
 
 
 @pytest.fixture(scope="module")
 def vllm_config() -> Any:
-    """The module, which imports vLLM, whose warnings are its own affair."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from sluice_engine.startup import vllm_config  # noqa: PLC0415
-    return vllm_config
+    return import_quietly("sluice_engine.startup.vllm_config")
 
 
 def make_settings(**fields: Any) -> EngineSettings:
@@ -287,10 +280,7 @@ def test_the_environment_is_that_of_the_machine(vllm_config, monkeypatch, host, 
 
 @pytest.fixture(scope="module")
 def output_replay() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from sluice_engine.kv_transfer import output_replay  # noqa: PLC0415
-    return output_replay
+    return import_quietly("sluice_engine.kv_transfer.output_replay")
 
 
 def make_state(output_replay: Any, output: list[int], extras: dict[str, Any] | None, generator: Any) -> Any:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
-import warnings
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from engine_server_harness import LENGTH, Engine, output, submit
+from engine_server_harness import LENGTH, Engine, find_port, output, submit
 from fake_core import FINGERPRINT, Builder, Clock, Core
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from quiet_imports import import_quietly
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import engine_pb2_grpc
@@ -33,17 +32,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @pytest.fixture(scope="module")
 def lifecycle() -> Any:
-    """The module, which imports vLLM, whose warnings are its own affair."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from sluice_engine import lifecycle  # noqa: PLC0415
-    return lifecycle
-
-
-def find_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return import_quietly("sluice_engine.lifecycle")
 
 
 @pytest.fixture

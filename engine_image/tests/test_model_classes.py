@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from quiet_imports import import_quietly
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,11 +17,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def classes() -> Any:
-    """The module, which imports vLLM, whose warnings are its own affair."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from sluice_engine.startup import model_classes  # noqa: PLC0415
-    return model_classes
+    return import_quietly("sluice_engine.startup.model_classes")
 
 
 def test_a_model_s_class_is_registered_with_what_it_can_do(classes: Any, tiny_model: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import engine_server_harness
 import pytest
+from quiet_imports import import_quietly
 
 from sluice_core.scheduling.engine_policy import PhaseReport
 from sluice_engine import core_encoding, core_messages
@@ -15,24 +16,13 @@ from sluice_engine.scheduling.scheduled_batch import ScheduledBatch
 
 LOAD = core_messages.SchedulerLoad(running_decodes=1)
 PREFIXES = core_messages.PrefixChanges(stored=[], removed=[5])
-ITERATION = core_messages.IterationReport(
-    number=1,
-    prefill_tokens=0,
-    attention_work=0.0,
-    num_chunks=0,
-    num_decodes=1,
-    decode_context_tokens=3,
-    duration_s=0.03,
-)
+ITERATION = engine_server_harness.report().iteration
 
 
 @pytest.fixture
 def outbox() -> Any:
-    """One that has reported ``LOAD``. Its module imports vLLM, whose warnings are its own affair."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from sluice_engine.scheduling.report_outbox import ReportOutbox  # noqa: PLC0415
-    outbox = ReportOutbox()
+    """One that has reported ``LOAD``."""
+    outbox = import_quietly("sluice_engine.scheduling.report_outbox").ReportOutbox()
     send(outbox)
     return outbox
 
@@ -97,12 +87,8 @@ def test_what_a_router_waits_for_is_reported_once_by_an_idle_engine_too(outbox, 
 @pytest.fixture
 def prefixes() -> Any:
     """Takes batches of events, each a list of what is stored (positive), removed (negative) or cleared (0)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from vllm.distributed import kv_events  # noqa: PLC0415
-
-        from sluice_engine.scheduling.prefix_recorder import PrefixRecorder  # noqa: PLC0415
-    recorder = PrefixRecorder()
+    kv_events = import_quietly("vllm.distributed.kv_events")
+    recorder = import_quietly("sluice_engine.scheduling.prefix_recorder").PrefixRecorder()
     unsaid = {"parent_block_hash": None, "token_ids": [], "block_size": 16, "lora_id": None, "lora_name": None}
 
     def make_event(hashes: tuple[int, ...]) -> Any:

@@ -48,6 +48,15 @@ class Collected:
         self.traces = RequestTraces(SimpleSpanProcessor(self.exporter), "router-1", clock)
         return self.traces
 
+    def record(self, *events: tuple[object, ...]) -> None:
+        """Logs events of a request, a quarter of a second apart, until its trace has ended."""
+        clock = self.harness.clock
+        self.traces.begin("r", clock.now_s, {})
+        for event in events:
+            clock.advance(0.25)
+            if "r" in self.traces:
+                self.harness.state.decision_log.record(clock.now_s, "r", *event)
+
     def take(self) -> tuple[ReadableSpan, list[ReadableSpan], list[ReadableSpan]]:
         """The only request that has ended: its span, its steps in order, its moves; checks that they belong to it."""
         (root,) = [span for span in self.exporter.get_finished_spans() if span.name == "request"]
@@ -124,8 +133,6 @@ def test_a_request_that_moves_has_a_span_for_each_step_and_for_the_move():
 )
 def test_a_prompt_that_is_cut_has_a_prefill_on_each_engine(events, names):
     collected = Collected({})
-    clock, log = collected.harness.clock, collected.harness.state.decision_log
-    collected.traces.begin("r", clock.now_s, {})
     begun = [
         ("admitted", "", 100, 8, 5.0, 0.5, "", 0),
         ("submitted", "e0", 1, 0, False),
@@ -133,9 +140,7 @@ def test_a_prompt_that_is_cut_has_a_prefill_on_each_engine(events, names):
         ("kept", "e0", 10.0),
     ]
     ended = [("first_token", "e1", 1.0, 0.9), ("finished", "length", 8, 1.0, 0.1, True)]
-    for event in (*begun, *events, *ended):
-        clock.advance(0.1)
-        log.record(clock.now_s, "r", *event)
+    collected.record(*begun, *events, *ended)
     _, steps, _ = collected.take()
     assert get_names(steps) == names
 
@@ -154,18 +159,13 @@ def test_a_prompt_that_is_cut_has_a_prefill_on_each_engine(events, names):
 )
 def test_a_move_ends_when_its_outcome_is_known(event, outcome):
     collected = Collected({})
-    clock, log = collected.harness.clock, collected.harness.state.decision_log
-    collected.traces.begin("r", clock.now_s, {})
     begun = [
         ("admitted", "", 100, 8, 5.0, 0.5, "", 0),
         ("submitted", "e0", 1, 0, False),
         ("first_token", "e0", 1.0, 0.9),
         ("grant_asked", "e0", "e1", "drain", 101),
     ]
-    for each in (*begun, event, ("finished", "length", 8, 1.0, 0.1, True)):
-        clock.advance(0.25)
-        if "r" in collected.traces:
-            log.record(clock.now_s, "r", *each)
+    collected.record(*begun, event, ("finished", "length", 8, 1.0, 0.1, True))
     _, _, moves = collected.take()
     assert moves[0].attributes["sluice.outcome"] == outcome
     assert moves[0].end_time - moves[0].start_time == pytest.approx(0.25e9, abs=1000)
