@@ -70,6 +70,10 @@ class StrategyParameters:
         pack_prompt_share: Time of the usual prompt, as a share of the TPOT SLO, from which on they gather;
             manifests cannot set it.
         credit_s: Prefill work, in seconds, that an engine is given ahead; 0: all of it, as it arrives.
+        shared_credit_share: Share of a prompt's TTFT SLO that counts instead where it is longer, of engines that
+            several routers share; manifests cannot set it.
+        selects_by_slack: Engines compute their prompts by deadline too, those last that will be late, and not as they
+            came; manifests cannot set it.
         macro_instance_least: N_l, engines of the macro instance that a split makes (EcoServe, section 3.5.1).
         macro_instance_most: N_u, most engines of one; it counts as ``2 * N_l - 1`` where it is less.
         split_search_steps: K, most steps of the search for a split (DynaServe, section 4.1, Algorithm 1).
@@ -95,6 +99,8 @@ class StrategyParameters:
     pack_share: float = 0.85
     pack_prompt_share: float = 4.0
     credit_s: float = 0.1
+    shared_credit_share: float = 0.3
+    selects_by_slack: bool = True
     macro_instance_least: int = 4
     macro_instance_most: int = 16
     split_search_steps: int = 6

@@ -154,6 +154,8 @@ _PARAMETER_READERS: dict[str, Callable[[str], object]] = {
     "pack_share": _read_number(0.0, 1.0),
     "pack_prompt_share": _read_number(0.0, 100.0),
     "credit_s": _read_number(0.0, 1e3),
+    "shared_credit_share": _read_number(0.0, 1.0),
+    "selects_by_slack": _read_switch,
     "macro_instance_least": _read_count(1, 256),
     "macro_instance_most": _read_count(1, 1024),
     "split_search_steps": _read_count(1, 16),

@@ -55,6 +55,7 @@ class EngineTable:
 
     Attributes:
         pull_bytes_per_s: Running mean of the measured KV pull rates; 0 before any.
+        num_of_others: Engines of other routers' shares; as ``order``, up to date once that was read.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class EngineTable:
     ) -> None:
         self._counts_decodes = counts_decodes
         self.pull_bytes_per_s = 0.0
+        self.num_of_others = 0
         self._order: list[Entry] = []
         self._blocked: dict[EngineId, EngineView] = {}
         self._stale: dict[EngineId, EngineState] = {}
@@ -369,6 +371,7 @@ class EngineTable:
         """Replace what placements see of an engine."""
         self._remove_view(state)
         state.view = view
+        self.num_of_others += view.is_of_others
         if view.blocked_reason:
             self._blocked[state.engine_id] = view
             return
@@ -393,12 +396,15 @@ class EngineTable:
 
     def _remove_view(self, state: EngineState) -> None:
         """Remove an engine from wherever it stands."""
+        if state.view is None:
+            return
         entry: Any = state.entry  # see ``_publish_view``
         if entry is not None:
             del self._order[bisect_left(self._order, entry)]
             state.entry = None
-        elif state.view is not None:
+        else:
             del self._blocked[state.engine_id]
+        self.num_of_others -= state.view.is_of_others
         state.view = None
 
 

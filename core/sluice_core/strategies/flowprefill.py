@@ -49,7 +49,7 @@ class FlowPrefillEngine(RoleEngine):
         """See ``EnginePolicy.make_selector``."""
         predictor = PrefillPredictor(latency)
         if self._order is PrefillOrder.CHUNKED_EDF:
-            return DeadlineSelector(predictor)
+            return DeadlineSelector(predictor, self._order)
         return EventDrivenSelector(predictor, self._batch_token_budget, self._order)
 
 

@@ -1,30 +1,22 @@
-"""Prompts by deadline, as many as fill the largest iteration: chunked prefill with EDF."""
+"""Prompts by deadline, as many as fill the largest iteration, whatever has started."""
 
 from __future__ import annotations
 
 from sluice_core.records import RequestId
 from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.scheduling.prefill_order.ordered_selection import OrderedSelector
-from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
-from sluice_core.strategy_parameters import PrefillOrder
 
 
 class DeadlineSelector(OrderedSelector):
-    """Fills every iteration by deadline: what FlowPrefill is compared with (section 6.1, DistServe-CP2K and -CP8K).
+    """Fills every iteration in the order of prompts as it is then.
 
-    Args:
-        predictor: Predicts nothing here.
+    By deadline alone it is what FlowPrefill is compared with (section 6.1, DistServe-CP2K and -CP8K). Sluice's engines
+    put those last that will be late.
     """
 
-    def __init__(self, predictor: PrefillPredictor) -> None:
-        super().__init__(predictor, PrefillOrder.CHUNKED_EDF)
-
-    def advance(self, request_id: RequestId, num_computed_tokens: int) -> None:
-        """See ``PrefillSelector.advance``."""
-        self._prefills[request_id].num_computed_tokens = num_computed_tokens
-
-    def select(self, now: float, engine: EngineBatch) -> list[RequestId]:  # noqa: ARG002 - its order does not change
+    def select(self, now: float, engine: EngineBatch) -> list[RequestId]:
         """See ``PrefillSelector.select``: no more than fill the largest iteration."""
+        self._update_order(now, engine)
         selected: list[RequestId] = []
         num_tokens = 0
         for prefill in self._order:

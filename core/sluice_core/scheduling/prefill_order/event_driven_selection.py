@@ -41,13 +41,6 @@ class EventDrivenSelector(OrderedSelector):
         super().add(request_id, arrival_s=arrival_s, ttft_slo_s=ttft_slo_s, priority=priority, tokens=tokens)
         self._has_event = True
 
-    def advance(self, request_id: RequestId, num_computed_tokens: int) -> None:
-        """See ``PrefillSelector.advance``: what is left has become less, and its slack with it."""
-        prefill = self._prefills[request_id]
-        self._order.remove(prefill)
-        prefill.num_computed_tokens = num_computed_tokens
-        self._order.add(prefill)
-
     def remove(self, request_id: RequestId) -> None:
         """See ``PrefillSelector.remove``: the end of a prefill is an event."""
         prefill = self._prefills.get(request_id)
@@ -67,9 +60,7 @@ class EventDrivenSelector(OrderedSelector):
 
     def _reconsider(self, now: float, engine: EngineBatch) -> None:
         """Schedule once (Algorithm 2, lines 7 to 26)."""
-        chunk_size_tokens = engine.chunk_size_tokens or engine.last_chunk_size_tokens
-        room_tokens = max(engine.block_size_tokens, chunk_size_tokens - engine.num_decodes)
-        self._order.update(now, room_tokens, engine.num_decodes)
+        self._update_order(now, engine)
         head = self._order.first()
         if head is None or head in self._running:  # line 16: H is E
             return

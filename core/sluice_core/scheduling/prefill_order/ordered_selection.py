@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice_core.records import RequestId
-from sluice_core.scheduling.engine_policy import PrefillSelector
+from sluice_core.scheduling.engine_policy import EngineBatch, PrefillSelector
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor, QueuedPrefill, SlackOrder
 from sluice_core.scheduling.waiting_order import PRIORITY_HEAD_START_S
 from sluice_core.strategy_parameters import PrefillOrder
@@ -36,6 +36,13 @@ class OrderedSelector(PrefillSelector):
         self._prefills[request_id] = prefill
         self._order.add(prefill)
 
+    def advance(self, request_id: RequestId, num_computed_tokens: int) -> None:
+        """See ``PrefillSelector.advance``: what is left has become less, and its slack with it."""
+        prefill = self._prefills[request_id]
+        self._order.remove(prefill)
+        prefill.num_computed_tokens = num_computed_tokens
+        self._order.add(prefill)
+
     def remove(self, request_id: RequestId) -> None:
         """See ``PrefillSelector.remove``."""
         prefill = self._prefills.pop(request_id, None)
@@ -45,3 +52,9 @@ class OrderedSelector(PrefillSelector):
     def rank_started(self) -> list[RequestId]:
         """See ``PrefillSelector.rank_started``."""
         return [prefill.request_id for prefill in self._order if prefill.num_computed_tokens]
+
+    def _update_order(self, now: float, engine: EngineBatch) -> None:
+        """Find out who has become late on the engine as it is."""
+        chunk_size_tokens = engine.chunk_size_tokens or engine.last_chunk_size_tokens
+        room_tokens = max(engine.block_size_tokens, chunk_size_tokens - engine.num_decodes)
+        self._order.update(now, room_tokens, engine.num_decodes)

@@ -61,7 +61,7 @@ class SlackPlacement(LengthAwarePlacement):
         if rejected is not None:
             return rejected
         free_at_s = entry[3]
-        if self.parameters.credit_s and free_at_s - assign_pass.now > self.parameters.credit_s:
+        if self.parameters.credit_s and free_at_s - assign_pass.now > self._get_credit_s(assign_pass, request):
             return Hold(request_id=request.request_id, reason="late_binding")
         self.waiting_order.note_placed(assign_pass.now, request, done_s - max(free_at_s, assign_pass.now))
         self.packing.note_placed(request.prompt_tokens)
@@ -77,13 +77,23 @@ class SlackPlacement(LengthAwarePlacement):
         """
         best: Entry | None = None
         least_s = math.inf
+        credit_s = self._get_credit_s(assign_pass, request)
         for entry in candidates:
             view = get_view(entry)
             if view.available_tokens < request.prompt_tokens or view.available_seqs < 1:
                 continue
             done_s = assign_pass.estimate_done_s(request, view)
             if view.is_of_others:
-                done_s += self.parameters.credit_s
+                done_s += credit_s
             if best is None or done_s < least_s:
                 best, least_s = entry, done_s
         return best
+
+    def _get_credit_s(self, assign_pass: AssignPass, request: PrefillRequest) -> float:
+        """Get the prefill work that an engine is given ahead, in seconds.
+
+        A router knows only what waits with it. What several routers have given to an engine is put in order there.
+        """
+        if not self.parameters.credit_s or not assign_pass.engines.num_of_others or request.slo.ttft_s == math.inf:
+            return self.parameters.credit_s
+        return max(self.parameters.credit_s, self.parameters.shared_credit_share * request.slo.ttft_s)
