@@ -147,6 +147,7 @@ class AheadEngine(NaiveEngine):
             self.pool.fill(victim, max(victim.to_compute, victim.kv_tokens - 1))
         else:
             self.queue.remove(victim)
+            self.deselect(victim)
         self.free_blocks_of(victim)
         victim.preemptions += 1
         self.enqueue(victim, RequestKind.RECOMPUTE)
@@ -235,28 +236,38 @@ class AheadEngine(NaiveEngine):
     def limits(self, now, number):
         known = [r for r in self.queue if r.first_iteration <= number]
         recompute = [r for r in known if r.kind in (RequestKind.RECOMPUTE, RequestKind.RECOVERY)]
-        return self.policy.limits(
-            now,
-            EngineBatch(
-                chunk_size_tokens=self.setup.chunk_size_tokens,
-                last_chunk_size_tokens=self.setup.chunk_size_tokens,
-                max_batch_tokens=self.setup.max_batch_tokens,
-                block_size_tokens=self.block,
-                num_decodes=len(self.decodes),
-                decode_context_tokens=self.count_context(),
-                num_recomputing=len(recompute),
-                num_started_prefills=sum(r.kind is RequestKind.STARTED_PREFILL for r in known),
-                num_new_prompts=sum(r.kind is RequestKind.NEW_PROMPT for r in known),
-                last_prefill_s=self.last_prefill_s,
-                is_stalled=self.is_stalled,
-            ),
+        batch = EngineBatch(
+            chunk_size_tokens=self.setup.chunk_size_tokens,
+            last_chunk_size_tokens=self.setup.chunk_size_tokens,
+            max_batch_tokens=self.setup.max_batch_tokens,
+            block_size_tokens=self.block,
+            num_decodes=len(self.decodes),
+            decode_context_tokens=self.count_context(),
+            num_recomputing=len(recompute),
+            num_started_prefills=sum(r.kind is RequestKind.STARTED_PREFILL for r in known),
+            num_new_prompts=sum(r.kind is RequestKind.NEW_PROMPT for r in known),
+            last_prefill_s=self.last_prefill_s,
+            is_stalled=self.is_stalled,
         )
+        self.known, self.asked = known, (now, batch)
+        return self.policy.limits(now, batch)
+
+    def choose(self, number, *, needs_seat):
+        now, batch = self.asked
+
+        def fits(request):
+            return (self.has_seat() or not needs_seat) and self.has_blocks(request, self.free_for(number))
+
+        self.select(now, self.known, batch, fits)
 
     def victim_order(self, request):
         return self.policy.victim_key(request.arrival.at_s, request.arrival.priority), request.index
 
     def started(self):
         return sorted((r for r in self.queue if r.is_started), key=self.key)
+
+    def runnable(self):
+        return list(filter(self.may_run, self.started()))
 
     def find_blocks(self, request, need, plan, number):
         """Preempt until a request has its blocks; False: it gets nothing, nor does anybody behind it."""
@@ -274,7 +285,8 @@ class AheadEngine(NaiveEngine):
     def feed_started(self, plan, limits, number):
         """Give the prefills that have started the blocks of their chunks; returns those that have them."""
         room = limits.prefill_budget_tokens
-        for request in self.started():
+        self.choose(number, needs_seat=False)
+        for request in self.runnable():
             if plan.is_cut or room <= 0:
                 break
             if not request.is_started:
@@ -289,11 +301,12 @@ class AheadEngine(NaiveEngine):
                 room -= limits.count_room(tokens, request.computed)
             elif request.is_started:
                 plan.lost_tokens += tokens
-        return [r for r, _, _ in plan.chunks] if plan.is_cut else self.started()
+        return [r for r, _, _ in plan.chunks] if plan.is_cut else self.runnable()
 
     def fill_room(self, plan, limits, number, fed):
         room, is_blocked = limits.prefill_budget_tokens - plan.lost_tokens, plan.has_preempted
-        for request in sorted(self.queue, key=self.key):
+        self.choose(number, needs_seat=True)
+        for request in sorted(filter(self.may_run, self.queue), key=self.key):
             if room <= 0:
                 break
             if not request.is_started and (is_blocked or request.first_iteration > number):
@@ -318,6 +331,7 @@ class AheadEngine(NaiveEngine):
             self.pool.fill(request, request.computed)
             if request.kind is RequestKind.NEW_PROMPT:
                 request.kind = RequestKind.STARTED_PREFILL
+            self.note_chunk(request)
 
     def admit(self, request, plan, limits, number):
         blocks = blocks_for_tokens(request.to_compute, self.block)

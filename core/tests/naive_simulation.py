@@ -134,6 +134,8 @@ class NaiveEngine:
         self.members.split_lead_tokens = 0
         self.last_batch = (0, 0)
         self.finished, self.shape, self.duration_s = [], None, 0.0
+        self.selector = policy.make_selector(setup.profile)
+        self.selectable, self.selected = {}, {}  # by request id; of those selected their places
 
     def used(self):
         promised = sum(r.blocks - len(self.pool.tables[r]) for r in self.queue if r.blocks)
@@ -154,6 +156,8 @@ class NaiveEngine:
         self.queue.append(request)
 
     def key(self, request):
+        if request.name in self.selected:
+            return int(RequestKind.STARTED_PREFILL), self.selected[request.name], request.index
         return (
             *self.policy.order_key(request.kind, request.arrival.at_s, request.arrival.priority),
             request.index,
@@ -255,26 +259,67 @@ class NaiveEngine:
     def count_context(self):
         return sum(request.arrival.prompt_tokens + len(request.tokens) for request in self.decodes)
 
+    def select(self, now, known, batch, fits):
+        """Ask the policy which prompts the iteration may compute, where it selects them; else what has started."""
+        if self.selector is None:
+            return
+        for request in known:
+            if request.kind is RequestKind.NEW_PROMPT and request.name not in self.selectable:
+                self.selectable[request.name] = request
+                arrival = request.arrival
+                self.selector.add(
+                    request.name,
+                    arrival_s=arrival.at_s,
+                    ttft_slo_s=arrival.slo.ttft_s,
+                    priority=arrival.priority,
+                    tokens=request.to_compute,
+                )
+        chosen = self.selector.select(now, batch)
+        requests = [self.selectable[name] for name in chosen]
+        if requests and all(r.kind is RequestKind.NEW_PROMPT for r in requests) and not fits(requests[0]):
+            chosen = self.selector.rank_started()
+        self.selected = {name: place for place, name in enumerate(chosen)}
+
+    def may_run(self, request):
+        return request.name not in self.selectable or request.name in self.selected
+
+    def note_chunk(self, request):
+        if request.name in self.selectable and request.computed < request.to_compute:
+            self.selector.advance(request.name, request.computed)
+        else:
+            self.deselect(request)
+
+    def deselect(self, request):
+        if self.selectable.pop(request.name, None):
+            self.selected.pop(request.name, None)
+            self.selector.remove(request.name)
+
+    def has_seat(self):
+        seats = len(self.decodes) + len(self.incoming) + sum(r.blocks > 0 for r in self.queue)
+        return seats < self.setup.max_num_seqs
+
+    def has_blocks(self, request, free):
+        return blocks_for_tokens(request.to_compute, self.block) <= free
+
     def schedule(self, now):
         recompute = [r for r in self.queue if r.kind in (RequestKind.RECOMPUTE, RequestKind.RECOVERY)]
-        limits = self.policy.limits(
-            now,
-            EngineBatch(
-                chunk_size_tokens=self.setup.chunk_size_tokens,
-                last_chunk_size_tokens=self.setup.chunk_size_tokens,
-                max_batch_tokens=self.setup.max_batch_tokens,
-                block_size_tokens=self.block,
-                num_decodes=len(self.decodes),
-                decode_context_tokens=self.count_context(),
-                num_recomputing=len(recompute),
-                num_started_prefills=sum(r.kind is RequestKind.STARTED_PREFILL for r in self.queue),
-                num_new_prompts=sum(r.kind is RequestKind.NEW_PROMPT for r in self.queue),
-                last_prefill_s=self.last_prefill_s,
-                is_stalled=self.is_stalled,
-            ),
+        batch = EngineBatch(
+            chunk_size_tokens=self.setup.chunk_size_tokens,
+            last_chunk_size_tokens=self.setup.chunk_size_tokens,
+            max_batch_tokens=self.setup.max_batch_tokens,
+            block_size_tokens=self.block,
+            num_decodes=len(self.decodes),
+            decode_context_tokens=self.count_context(),
+            num_recomputing=len(recompute),
+            num_started_prefills=sum(r.kind is RequestKind.STARTED_PREFILL for r in self.queue),
+            num_new_prompts=sum(r.kind is RequestKind.NEW_PROMPT for r in self.queue),
+            last_prefill_s=self.last_prefill_s,
+            is_stalled=self.is_stalled,
         )
+        limits = self.policy.limits(now, batch)
+        self.select(now, self.queue, batch, lambda r: self.has_seat() and self.has_blocks(r, self.free()))
         room, is_blocked, chunks = limits.prefill_budget_tokens, False, []
-        for request in sorted(self.queue, key=self.key):
+        for request in sorted(filter(self.may_run, self.queue), key=self.key):
             if room <= 0 or not limits.has_place_for(request.to_compute - request.computed, room):
                 break
             if not request.blocks:
@@ -300,6 +345,7 @@ class NaiveEngine:
             self.pool.fill(request, request.computed)
             if request.kind is RequestKind.NEW_PROMPT:
                 request.kind = RequestKind.STARTED_PREFILL
+            self.note_chunk(request)
         return chunks
 
     def end(self, now):

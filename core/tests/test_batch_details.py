@@ -205,7 +205,7 @@ def add(selector, name, ttft_slo_s, tokens, arrival_s=0.0):
 
 @pytest.mark.parametrize(("tokens", "selected"), [(547, "abc"), (548, "ab"), (549, "ab")])
 def test_prompts_by_deadline_are_no_more_than_fill_the_largest_iteration(tokens, selected):
-    selector = DeadlineSelector(PrefillPredictor(LINE))
+    selector = DeadlineSelector(PrefillPredictor(LINE), PrefillOrder.CHUNKED_EDF)
     for number, (name, length) in enumerate((("a", 1500), ("b", tokens), ("c", 9))):
         add(selector, name, 1.0 + number, length)
     assert "".join(selector.select(0.0, make_batch(max_batch_tokens=2048))) == selected

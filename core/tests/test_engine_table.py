@@ -240,6 +240,7 @@ def report(table, engine_id, rng, now):
         "queued_requests": min(tokens, 1),
         "running_decodes": rng.choice([0, 10, 256]),
         "kv_blocks_used": rng.randrange(1000),
+        "is_of_others": rng.random() < 0.5,
     }
     table.report(engine_id, load(**fields), now)
 
@@ -288,6 +289,7 @@ def test_order_and_sums_hold_after_any_history(events):
         EVENTS[event](table, engine_id, random.Random(seed), float(step))
         assert table.order == sorted(table.order)
         assert len(table.order) + len(table.blocked) == len(table)
+        assert table.num_of_others == sum(state.load.is_of_others for state in table)
         for state in table:
             placements = state.in_flight.values()
             assert state.queued_prefill_tokens == state.load.queued_prefill_tokens + sum(p.tokens for p in placements)

@@ -111,7 +111,7 @@ def test_orders_differ_in_who_counts_as_late(order, served):
 
 
 def test_a_deadline_selector_fills_an_iteration_by_deadline_whatever_has_started():
-    selector = DeadlineSelector(PrefillPredictor(A100_14B))
+    selector = DeadlineSelector(PrefillPredictor(A100_14B), PrefillOrder.CHUNKED_EDF)
     for name, slo_s, tokens in (("a", 30.0, 1500), ("b", 20.0, 500), ("c", 40.0, 500), ("d", 50.0, 9)):
         selector.add(RequestId(name), arrival_s=0.0, ttft_slo_s=slo_s, priority=0, tokens=tokens)
     assert selector.select(99.0, BATCH) == ["b", "a", "c"]  # an iteration holds 2048 tokens at most

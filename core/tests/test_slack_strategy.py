@@ -263,12 +263,59 @@ def test_a_prefill_goes_where_decodes_leave_most_room():
 
 
 @pytest.mark.parametrize(
-    ("busy_s", "credit_s", "engine"), [(0.05, 0.1, "e0"), (0.15, 0.2, "e0"), (0.15, 0.1, "e1"), (0.05, 0.0, "e1")]
+    ("busy_s", "credit_s", "share", "engine"),
+    [
+        (0.05, 0.1, 0.0, "e0"),
+        (0.15, 0.2, 0.0, "e0"),
+        (0.15, 0.1, 0.0, "e1"),
+        (0.05, 0.0, 0.0, "e1"),
+        (0.75, 0.1, 0.2, "e0"),  # of 4 s
+        (0.85, 0.1, 0.2, "e1"),
+        (0.85, 0.9, 0.2, "e0"),
+        (0.05, 0.0, 0.2, "e1"),
+    ],
 )
-def test_an_engine_of_another_routers_share_is_taken_where_ones_own_are_a_credit_behind(busy_s, credit_s, engine):
+def test_an_engine_of_another_routers_share_is_taken_where_ones_own_are_a_credit_behind(
+    busy_s, credit_s, share, engine
+):
     table = make_table(EngineLoad(iteration_remaining_s=busy_s), EngineLoad(is_of_others=True))
-    (placed,) = assign(table, make_prefill("a"), credit_s=credit_s)
+    (placed,) = assign(table, make_prefill("a"), credit_s=credit_s, shared_credit_share=share)
     assert placed.engine_id == engine
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "ttft_s", "placed_alone", "placed_beside_others"),
+    [
+        (0.09, 2.0, True, True),
+        (0.11, 2.0, False, True),
+        (0.59, 2.0, False, True),
+        (0.61, 2.0, False, False),
+        (0.09, math.inf, True, True),
+        (0.11, math.inf, False, False),
+    ],
+)
+def test_routers_that_share_engines_give_more_ahead(busy_s, ttft_s, placed_alone, placed_beside_others):
+    """0.1 s, and where engines are shared three tenths of the TTFT objective."""
+    busy = EngineLoad(iteration_remaining_s=busy_s)
+    for loads, is_placed in (((busy,), placed_alone), ((busy, EngineLoad(is_of_others=True)), placed_beside_others)):
+        table = make_table(*loads)
+        if len(loads) > 1:
+            table.configure(EngineId("e1"), role=Role.DECODE_HEAVY, chunk_size_tokens=16_384, is_draining=True)
+        (decision,) = assign(table, make_prefill("a", ttft_s=ttft_s))
+        assert isinstance(decision, Place) == is_placed
+        assert is_placed or decision.reason == "late_binding"
+
+
+def test_engines_compute_prompts_by_deadline_and_last_those_that_will_be_late():
+    selector = bind(make_decodes()).make_selector(A100)
+    assert selector is not None
+    for name, ttft_slo_s, tokens in (("hopeless", 0.1, 2000), ("relaxed", 9.0, 500), ("urgent", 2.0, 500)):
+        selector.add(RequestId(name), arrival_s=10.0, ttft_slo_s=ttft_slo_s, priority=0, tokens=tokens)
+    assert selector.select(10.0, make_batch()) == ["urgent", "relaxed", "hopeless"]
+    selector.advance(RequestId("relaxed"), 400)
+    assert selector.select(10.1, make_batch()) == ["urgent", "relaxed", "hopeless"]
+    assert selector.select(30.0, make_batch()) == ["hopeless", "urgent", "relaxed"]  # all are late
+    assert bind(make_decodes(), selects_by_slack=False).make_selector(A100) is None
 
 
 def test_an_engine_gets_no_more_than_its_credit_and_the_rest_waits_by_deadline():
