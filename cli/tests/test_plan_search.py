@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from test_strategy_comparison import GOODPUTS_RPS, Formulas, make_cell
 
+from sluice_cli.output.plan_report import describe_candidate, make_plan_report
 from sluice_cli.simulation import plan_search, worker_processes
 from sluice_cli.simulation.plan_inputs import PlanInputs, make_inputs
 from sluice_cli.simulation.plan_search import search_plan
 from sluice_cli.simulation.trace_cache import load_rows
 from sluice_cli.simulation.trial_pool import TrialPool
+from sluice_core.planning.goodput_comparison import RankedCandidate
+from sluice_core.planning.planner import Alternative
+from sluice_core.planning.prediction import Interval
 from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.planning.trials import SearchTrial, TrialEvaluator
 from sluice_core.sim.sim_setup import GC_THRESHOLD
@@ -55,6 +60,24 @@ def test_the_best_strategy_is_planned_and_what_is_in_force_is_compared(
     assert max(share for share, _ in told) == 1.0
     whole = {trial.candidate for trial in formulas.trials if trial.duration_s == 20.0 and trial.seed == 4}
     assert (present in whole) == is_in_force
+
+
+def test_another_candidate_is_described_with_its_mean_difference_and_the_ends_of_it(
+    formulas: Formulas, inputs: PlanInputs
+) -> None:
+    del formulas
+    result = search_plan(inputs, EFFORT, 1, lambda *_: None, draws_curves=False).result
+    other = Alternative(
+        ranked=RankedCandidate(candidate=result.found.ranking[1].candidate, goodputs_rps=(3.0, 5.0)),
+        difference=Interval(mean=-0.2, low=-0.5, high=0.1),
+    )
+    (described,) = make_plan_report(inputs, replace(result, alternatives=(other,)))["alternatives"]
+    assert described == {
+        **describe_candidate(other.ranked.candidate),
+        "goodput_rps": 4.0,
+        "difference": -0.2,
+        "difference_interval": [-0.5, 0.1],
+    }
 
 
 def test_curves_are_measured_around_the_goodput_by_the_runs_of_the_plan(formulas: Formulas, inputs: PlanInputs) -> None:

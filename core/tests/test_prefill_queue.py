@@ -101,3 +101,22 @@ def test_an_iteration_counts_for_its_share_and_is_overtaken_by_another_prompt_al
             ("advance", request.request_id, tokens)
             for request, tokens in zip((first, second), is_computed, strict=True)
         ]
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="a compiled class has no interpreted subclass")
+def test_what_is_recomputed_runs_before_the_selected_prompts_and_these_run_in_the_order_of_the_selection():
+    selector = PlayedSelector()
+    policy = get_strategy("flowprefill").make_engine(StrategyParameters(batch_token_budget=4000))
+    queue = SelectedPrefills(SETUP, policy, selector)
+    prompts, recomputed = [make_request(index, prompt_tokens=9000) for index in range(2)], make_request(2, 9000)
+    for request in prompts:
+        queue.add(request, RequestKind.NEW_PROMPT)
+        selector.selected = [request.request_id]
+        queue.schedule(0.0, 0, 99, 9999)
+    queue.add(recomputed, RequestKind.RECOMPUTE)
+    queue.schedule(0.0, 0, 99, 9999)
+    assert [request.num_computed_tokens for request in (*prompts, recomputed)] == [2048] * 3
+    first, second = prompts
+    for selected, runnable in (([first], [recomputed, first]), ([second, first], [recomputed, second, first])):
+        selector.selected = [request.request_id for request in selected]
+        assert queue.list_runnable(0.0, 9999) == runnable

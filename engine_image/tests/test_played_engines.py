@@ -364,6 +364,33 @@ def test_drawn_work_is_done_as_recorded(name: str, tiny_model: Path, clock: Hand
     check_record(RECORD, name, steps)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "pairs"),
+    [
+        ([200], [200 * 100]),
+        ([300], [256 * 128, 44 * (256 + 22)]),
+        ([100, 80], [100 * 50 + 80 * 40]),
+        ([200, 100], [200 * 100 + 56 * 28, 44 * (56 + 22)]),
+    ],
+    ids=["whole", "in two parts", "two whole", "two, one in parts"],
+)
+def test_each_token_of_a_prompt_reads_those_before_it(
+    prompts: list[int], pairs: list[int], tiny_model: Path, clock: HandTime
+) -> None:
+    """An iteration has at most 256 tokens; this emulated GPU has time for pairs of tokens alone."""
+    engine = PlayedEngine("left", 61001, tiny_model, is_ahead=False, attention_s=1e-6, kv_bytes=BLOCK_BYTES * 70)
+    requests = [
+        engine.submit(range(first, first + tokens), core_messages.RequestExtras(), max_tokens=1)
+        for first, tokens in zip((5, 500), prompts, strict=False)
+    ]
+    durations_s = []
+    while not all(request.is_over for request in requests):
+        begun_s = clock.now_s
+        engine.step()
+        durations_s.append(clock.now_s - begun_s)
+    assert durations_s == pytest.approx([1e-6 * number for number in pairs])
+
+
 @pytest.mark.parametrize("check", ["check_installed", "check_scheduler"])
 def test_a_vllm_that_we_do_not_know_is_refused(check: str, tiny_model: Path, clock: HandTime, monkeypatch) -> None:
     def refuse(*_: Any) -> None:

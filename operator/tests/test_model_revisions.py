@@ -12,7 +12,9 @@ from children_harness import engine_template, router_template
 from cluster_harness import World
 
 from sluice_operator.api.fields_and_defaults.model_spec import ModelSpec
+from sluice_operator.api.labels import COMPONENT_LABEL
 from sluice_operator.api.model_identity import identify_model, needs_resolution
+from sluice_operator.api.names import ROUTER
 from sluice_operator.kubernetes.kinds import CONFIG_MAPS, PODS
 from sluice_operator.resources.pods.model_volume import RESOLVE_PROGRAM
 
@@ -88,6 +90,15 @@ async def test_the_first_answer_counts_for_all_pods_and_for_the_next_operator() 
     world.edit(slo={"tpotMilliseconds": 100})
     await world.settle()
     assert stored() == FIRST
+
+
+async def test_the_answer_of_a_router_counts_as_that_of_an_engine_does() -> None:
+    world = World(model=HUB)
+    await world.settle()
+    router = world.kubernetes.select(PODS, labels={COMPONENT_LABEL: ROUTER})[0]
+    answer(world, router["metadata"]["name"], FIRST)
+    await world.settle()
+    assert world.kubernetes.find(CONFIG_MAPS, "tiny-plan")["data"].get(KEY) == FIRST
 
 
 async def test_a_pod_that_waits_for_the_revision_is_no_fault() -> None:

@@ -141,7 +141,10 @@ async def test_an_event_between_two_reconciles_enqueues_at_once_unless_it_is_our
     assert not event_filter.is_edited(KEY)
 
 
-@pytest.mark.parametrize(("versions", "is_enqueued"), [(["7"], False), (["8"], True), (["7", "8"], True), ([], False)])
+@pytest.mark.parametrize(
+    ("versions", "is_enqueued"),
+    [(["7"], False), (["8"], True), (["7", "8"], True), (["8", "7"], True), ([], False)],
+)
 async def test_an_own_event_that_is_faster_than_its_answer_causes_no_reconcile(versions, is_enqueued) -> None:
     event_filter, queue, own_writes = make_event_filter()
     queue.add(KEY)

@@ -251,12 +251,12 @@ def test_what_somebody_edited_counts_as_nothing_stored(text: str) -> None:
 TUNED = {"autotune": {"mode": "Apply", "bounds": {**BOUNDS, "prefillHeavy": {"min": "25%", "max": "75%"}}}}
 
 
+async def find_none(request: object) -> object:
+    raise SearchError("another test's")
+
+
 async def test_sliders_of_the_new_size_are_in_force_with_it() -> None:
     scaled = Scaled(spec=TUNED)
-
-    async def find_none(request: object) -> object:
-        raise SearchError("another test's")
-
     scaled.world.run_search = find_none
     scaled.sliders = Sliders(num_prefill_heavy=1, prefill_heavy_tokens=2048, decode_heavy_tokens=32)
     await scaled.run(60.0, 1.0)
@@ -265,6 +265,18 @@ async def test_sliders_of_the_new_size_are_in_force_with_it() -> None:
     await scaled.run(120.0, 12.0)
     assert scaled.wanted >= 6
     assert {part.chunk_size_tokens for part in scaled.world.plan.engines} == {2048, 32}
+
+
+async def test_sliders_that_may_be_tuned_from_now_on_are_searched_for() -> None:
+    scaled = Scaled(spec={"strategy": "Auto", "autotune": {"mode": "Recommend"}})
+    scaled.world.run_search = find_none
+    await scaled.run(60.0, 1.0)
+    assert [request.may_tune for request in scaled.requests] == [False]
+    scaled.world.edit(autotune={"mode": "Apply"})
+    await scaled.run(10.0, 1.0)
+    assert [request.may_tune for request in scaled.requests] == [False, True]
+    before, after = scaled.requests
+    assert before.requests == after.requests, "they differ by nothing else"
 
 
 async def test_disabling_ends_the_search_under_way() -> None:

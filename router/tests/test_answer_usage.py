@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+from edge_fakes import LENGTH
 
 from sluice.v1 import engine_pb2
+from sluice_router.api.http.answer_progress import AnswerProgress
 from sluice_router.api.logprobs import format_chat_logprobs, format_completion_logprobs
 from sluice_router.api.openai_responses import add_usages, format_usage
-from sluice_router.scheduling.requests import Usage
+from sluice_router.scheduling.requests import Finish, Usage
 from sluice_router.text.output import Delta
 
 
@@ -48,6 +50,18 @@ def test_one_choice_is_the_answer_and_no_time_per_token_stays_none() -> None:
     usage = make_usage(0, tpot_s=None)
     assert add_usages([usage], 1) is usage
     assert add_usages([usage, make_usage(1, tpot_s=None)], 2).tpot_s is None
+
+
+@pytest.mark.parametrize(("num_choices", "n"), [(1, 1), (3, 1), (3, 3), (4, 2)])
+async def test_an_answer_has_the_usage_of_all_its_choices_whichever_ends_first(num_choices: int, n: int) -> None:
+    usages = [make_usage(number) for number in range(num_choices)]
+    for order in (range(num_choices), range(num_choices - 1, -1, -1)):
+        progress = AnswerProgress(num_choices, n)
+        for index in order:
+            assert not progress.is_over
+            progress.note_end(index, Finish(reason=LENGTH, stop_token_id=None, usage=usages[index]))
+        assert progress.is_over
+        assert progress.usage == add_usages(usages, n)
 
 
 @pytest.mark.parametrize("missed", [(0,), (1,), (0, 1)])

@@ -157,6 +157,23 @@ async def ask_for_stream(port: int):
         yield reader
 
 
+async def read_chunk(reader: asyncio.StreamReader) -> bytes:
+    """Reads a chunk of an answer behind its head; empty: the answer is over."""
+    async with asyncio.timeout(60):
+        size = int(await reader.readline(), 16)
+        data = await reader.readexactly(size + 2)
+    assert data.endswith(b"\r\n")
+    return data[:-2]
+
+
+async def read_chunks(reader: asyncio.StreamReader) -> bytes:
+    """Reads what is left of an answer."""
+    data = b""
+    while chunk := await read_chunk(reader):
+        data += chunk
+    return data
+
+
 def make_holding_plane() -> FakePlane:
     plane = FakePlane()
     plane.is_holding = True
@@ -168,14 +185,13 @@ async def test_a_held_stream_gets_comments_and_then_its_answer(text):
     async with serve(plane, text, QUICK) as port, ask_for_stream(port) as reader:
         head = await read_until(reader, b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream")
-        await read_until(reader, COMMENT)
-        await read_until(reader, COMMENT)
+        assert [await read_chunk(reader), await read_chunk(reader)] == [COMMENT, COMMENT]
         (request_id,) = plane.live
         plane.is_holding = False
         tokens = say(text, "hello world")(plane.admitted[0])
         plane.emit(request_id, tokens)
         plane.finish(request_id)
-        body = await read_until(reader, b"0\r\n\r\n")
+        body = await read_chunks(reader)
     # A reader of server-sent events takes the lines that begin with "data:".
     events = [line for line in body.split(b"\n") if line.startswith(b"data: {")]
     assert "hello world" in "".join(json.loads(event[6:])["choices"][0]["text"] for event in events)
@@ -185,10 +201,11 @@ async def test_a_held_stream_gets_comments_and_then_its_answer(text):
 async def test_a_held_stream_that_fails_says_so_in_an_event(text):
     plane = make_holding_plane()
     async with serve(plane, text, QUICK) as port, ask_for_stream(port) as reader:
-        await read_until(reader, COMMENT)
+        await read_until(reader, b"\r\n\r\n")
+        assert await read_chunk(reader) == COMMENT
         (request_id,) = plane.live
         plane.fail(request_id, NoEngineError("no engine has started", retry_after_s=1.0))
-        body = await read_until(reader, b"0\r\n\r\n")
+        body = await read_chunks(reader)
     assert b'"code": "no_engine"' in body or b'"code":"no_engine"' in body
 
 

@@ -30,7 +30,7 @@ async def start(plane, text):
 
 
 @contextlib.asynccontextmanager
-async def _stall(plane, port, count=1):
+async def _stall(plane, port, count=1, n=1):
     """Starts streams whose clients read nothing of their own accord."""
     async with contextlib.AsyncExitStack() as stack:
         clients = []
@@ -40,9 +40,9 @@ async def _stall(plane, port, count=1):
             raw.settimeout(0)
             await asyncio.get_running_loop().sock_connect(raw, ("127.0.0.1", port))
             reader, writer = await stack.enter_async_context(connect(None, sock=raw, limit=1024))
-            writer.write(request_bytes("/v1/completions", {**STREAM, "max_tokens": 500}))
+            writer.write(request_bytes("/v1/completions", {**STREAM, "max_tokens": 500, "n": n}))
             clients.append(reader)
-        await plane.wait(lambda: len(plane.live) == count)
+        await plane.wait(lambda: len(plane.live) == count * n)
         yield clients
 
 
@@ -116,6 +116,23 @@ async def test_paused_for_too_long_is_shed_even_after_the_end(start, plane, text
         assert len(api.slow_readers) == 0
         assert api.slow_readers.num_shed == {"paused": 1}
         assert b"[DONE]" not in await _read_rest(slow)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_slow_reader_that_goes_is_none_any_more_and_was_not_shed(start, plane, text, n):
+    api, port = await start(write_buffer_bytes=1024)
+    ids = text.encode_now("hello world ", add_special_tokens=False) * 50
+    request_ids = [f"req-{number + 1}" for number in range(n)]
+    async with _stall(plane, port, n=n):
+        while len(api.slow_readers) < n:
+            for request_id in request_ids:
+                assert plane.emit(request_id, ids)
+            await asyncio.sleep(0)
+    await plane.wait(lambda: not plane.live)
+    assert plane.cancelled == [(request_id, "client_gone") for request_id in request_ids]
+    assert len(api.slow_readers) == 0
+    api.slow_readers.sweep(plane.now() + 600.0)
+    assert not api.slow_readers.num_shed
 
 
 async def test_whole_answer_that_is_not_read_is_cut_in_time(start, plane, text):

@@ -324,6 +324,22 @@ def test_what_an_engine_kept_adds_to_what_is_known_already() -> None:
     assert (known.running, known.requests) == (2, 9)
 
 
+def test_what_was_used_more_than_a_minute_ago_is_forgotten_here_and_of_routers_that_are_gone() -> None:
+    harness = make_limited()
+    owners = [engine_pb2.OwnerUsage(owner="bob", running=1, seconds=[engine_pb2.SecondUsage(second=7, requests=9)])]
+    usage = engine_pb2.RouterUsage(router_id="other", second=8, number=1, owners=owners)
+    harness.router.handle_message(harness.engines["d2"], engine_pb2.AttachResponse(usage=[usage]))
+    harness.admit(owner="alice")
+    harness.run()
+    limiter = harness.state.limiter
+    assert (list(limiter.local), list(limiter.peers)) == (["alice"], ["other"])
+    for _ in range(2):
+        harness.clock.advance(100.0)
+        harness.router.tick()
+    assert (limiter.local, limiter.peers) == ({}, {})
+    harness.assert_idle()
+
+
 def test_without_limits_no_engine_hears_of_owners() -> None:
     harness = Harness({"d0": "D"})
     harness.admit(owner="alice")

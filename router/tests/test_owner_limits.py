@@ -308,6 +308,22 @@ def test_an_owner_who_floods_the_router_does_not_hold_up_another() -> None:
     harness.assert_idle()
 
 
+@pytest.mark.parametrize("weight", [1, 4])
+def test_an_owner_is_charged_its_prompts_when_they_are_placed_and_its_outputs_when_they_end(weight: int) -> None:
+    harness = make_limited(weight=weight)
+    share = harness.state.fair_share
+    harness.admit(20, 40, owner="alice")[1].stop_at = 8
+    # The start of the next one, in tokens over weight.
+    assert share.start_of("alice") == 20 / weight
+    harness.run()
+    assert share.start_of("alice") == (20 + 8) / weight
+    harness.admit(12, 4, owner="alice")
+    assert share.start_of("alice") == (20 + 8 + 12) / weight
+    harness.run()
+    assert share.start_of("alice") == (20 + 8 + 12 + 4) / weight
+    assert share.start_of("bob") == (20 + 8) / weight, "others begin where the last one began"
+
+
 @pytest.mark.parametrize(
     ("limits", "words"),
     [

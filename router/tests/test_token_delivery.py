@@ -188,6 +188,20 @@ def test_stop_string_aborts_at_the_engine_and_cuts_the_usage():
     harness.assert_idle()
 
 
+def test_output_tokens_of_the_metrics_are_those_up_to_the_stop():
+    harness = Harness(ONE)
+    _, response_stream = harness.admit(20, 50)
+    for _ in range(4):
+        harness.step_all()
+    response_stream.stop_at = len(response_stream.token_ids)
+    harness.run()
+    assert len(response_stream.token_ids) == response_stream.stop_at + 1
+    assert (harness.count("tokens", "prompt"), harness.count("tokens", "output")) == (20, response_stream.stop_at)
+    shown = f'sluice_tokens_total{{kind="output"}} {response_stream.stop_at}.0\n'
+    assert shown in harness.router.format_metrics().decode()
+    harness.assert_idle()
+
+
 def test_stop_string_in_the_last_token_ends_once():
     harness = Harness(ONE)
     _, response_stream = harness.admit(20, 3)
