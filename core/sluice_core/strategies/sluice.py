@@ -1,4 +1,4 @@
-"""Sluice: iterations as long as decodes can spare, late binding by deadline, packed decodes, and no roles."""
+"""Sluice: iterations as long as decodes can spare, late binding and order by deadline, packed decodes, no roles."""
 
 from __future__ import annotations
 
@@ -7,16 +7,26 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from sluice_core.latency import LatencyModel
 from sluice_core.records import Decision, EngineId, MoveCause, PrefillRequest
 from sluice_core.scheduling.batching.tpot_slack import SlackBatching
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
-from sluice_core.scheduling.engine_policy import EnginePolicy
+from sluice_core.scheduling.engine_policy import EnginePolicy, PrefillSelector
 from sluice_core.scheduling.engine_table import EngineTable
+from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
+from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.scheduling.slack.slack_placement import SlackPlacement
 from sluice_core.scheduling.waiting_order import Urgency, compute_urgency
 from sluice_core.strategies.interface import RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.role_policies import RoleRouter
-from sluice_core.strategy_parameters import EARLY_REJECTION, WATERMARK, OverloadOrder, Parameter, StrategyParameters
+from sluice_core.strategy_parameters import (
+    EARLY_REJECTION,
+    WATERMARK,
+    OverloadOrder,
+    Parameter,
+    PrefillOrder,
+    StrategyParameters,
+)
 
 TPOT_SHARE = Parameter(name="tpot_share_percent", field="tpot_share", low=50, high=100, unit="percent")
 LEAST_PREFILL = Parameter(name="least_prefill_percent", field="least_prefill_share", low=0, high=100, unit="percent")
@@ -85,6 +95,25 @@ class SlackRouter(RoleRouter):
         return super().target(now, request, engines)
 
 
+class SlackEngine(SlackBatching):
+    """Batches by slack, and computes prompts by deadline, those last that will be late.
+
+    Args:
+        parameters: Of the strategy.
+        counts_decodes: See ``ChunkedPrefillPolicy``.
+    """
+
+    def __init__(self, parameters: StrategyParameters, *, counts_decodes: bool) -> None:
+        super().__init__(parameters, counts_decodes=counts_decodes)
+        self._selects_by_slack = parameters.selects_by_slack
+
+    def make_selector(self, latency: LatencyModel) -> PrefillSelector | None:
+        """See ``EnginePolicy.make_selector``."""
+        if not self._selects_by_slack:
+            return None
+        return DeadlineSelector(PrefillPredictor(latency), PrefillOrder.S_EDF)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SluiceRules:
     """Makes the policies."""
@@ -100,7 +129,7 @@ class SluiceRules:
     def make_engine(self, strategy: Strategy, parameters: StrategyParameters, *, counts_decodes: bool) -> EnginePolicy:
         """See ``PolicyMaker.make_engine``."""
         del strategy
-        return SlackBatching(parameters, counts_decodes=counts_decodes)
+        return SlackEngine(parameters, counts_decodes=counts_decodes)
 
 
 SLUICE = Strategy(

@@ -19,11 +19,9 @@ from sluice_core.records import IterationShape, MoveCause, MoveProposal
 from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import MAX_STANDING_PROPOSALS, make_proposal, propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
-from sluice_core.scheduling.engine_policy import EngineBatch, PrefillSelector
+from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.scheduling.prefill_budget import fit_prefill_budget
-from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
-from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
-from sluice_core.strategy_parameters import PrefillOrder, StrategyParameters
+from sluice_core.strategy_parameters import StrategyParameters
 
 LOST_SLACK_S: Final = 1.0  # nobody waits for a decode that is behind by more: that would take dozens of iterations
 
@@ -44,7 +42,6 @@ class SlackBatching(ChunkedPrefillPolicy):
         self._least_prefill_share = parameters.least_prefill_share
         self._catch_up_tokens = parameters.catch_up_tokens
         self._packs = parameters.pack_share > 0.0
-        self._selects_by_slack = parameters.selects_by_slack
         self._decodes: DecodeSet | None = None
         self._latency: LatencyModel | None = None
 
@@ -52,12 +49,6 @@ class SlackBatching(ChunkedPrefillPolicy):
         """See ``EnginePolicy.bind``."""
         self._decodes = decodes
         self._latency = latency
-
-    def make_selector(self, latency: LatencyModel) -> PrefillSelector | None:
-        """See ``EnginePolicy.make_selector``: the earliest deadline first, and those last that will be late."""
-        if not self._selects_by_slack:
-            return None
-        return DeadlineSelector(PrefillPredictor(latency), PrefillOrder.S_EDF)
 
     def bound_room(self, now: float, engine: EngineBatch, room_tokens: int) -> int:
         """See ``ChunkedPrefillPolicy.bound_room``: what the least slack of the decodes allows."""
