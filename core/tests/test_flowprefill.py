@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_simulation import A100_14B, make_arrivals, make_engines, run
+from test_simulation import A100_14B, SLO, make_arrivals, make_engines, run
 
 from sluice_core.records import RequestId, Role, Slo
 from sluice_core.scheduling.engine_policy import EngineBatch
@@ -304,6 +304,29 @@ def test_everybody_is_served_with_too_few_blocks(schedules_ahead, shape, order):
         assert all(request.state is RequestState.FINISHED for request in fitting)
         peak_blocks = max(peak_blocks, *(engine.counters.peak_blocks for engine in simulation.engines))
     assert peak_blocks == 24
+
+
+@pytest.mark.parametrize(
+    ("seed", "schedules_ahead", "order"),
+    [(12, False, PrefillOrder.EDF), (85, True, PrefillOrder.S_EDF), (85, True, PrefillOrder.D_EDF)],
+    ids=["edf, in step", "s_edf, ahead", "d_edf, ahead"],
+)
+def test_who_has_started_goes_on_where_a_recompute_waits_for_the_blocks_that_it_holds(seed, schedules_ahead, order):
+    """No prompt overtakes the recompute: a selected one that has not started waits too, although it would fit."""
+    slos = (SLO, Slo(ttft_s=0.4, tpot_s=0.03), Slo(ttft_s=9.0, tpot_s=0.2))
+    priorities = (0, 0, 1, -1)
+    arrivals = make_arrivals(
+        random.Random(seed), number=25, rate=8.0, longest_output=200, slos=slos, priorities=priorities
+    )
+    cell = Cell(
+        engines=make_engines(((1, 64),), blocks=32, max_num_seqs=6),
+        strategy=FLOWPREFILL,
+        parameters=StrategyParameters(prefill_order=order, prefill_batch_tokens=600),
+        options=SimOptions(schedules_ahead=schedules_ahead),
+    )
+    simulation = run(cell, arrivals)
+    assert all(request.state is RequestState.FINISHED for request in simulation.requests)
+    assert any(request.num_preemptions for request in simulation.requests)
 
 
 @pytest.mark.parametrize("schedules_ahead", [False, True], ids=["in step", "ahead"])

@@ -14,7 +14,7 @@ from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.sim_setup import Arrival, Cell, FailEvent, SimOptions
 from sluice_core.sim.simulation import Simulation, Steering
-from sluice_core.strategy_parameters import StrategyParameters
+from sluice_core.strategy_parameters import PrefillOrder, StrategyParameters
 
 CHUNK, OPERATORS, BUDGET = 2048, 240, 1500
 
@@ -291,6 +291,28 @@ def test_nothing_is_lost_with_too_few_blocks(shape, fails):
         assert all(request.state is RequestState.FINISHED for request in fitting)
         num_interrupts += count(simulation, "num_interrupts")
     assert num_interrupts > 0
+
+
+@pytest.mark.parametrize(
+    ("seed", "order", "shape"),
+    [
+        # A prompt that finds no blocks is selected first, and what has stopped behind it holds them.
+        (58, PrefillOrder.CHUNKED_EDF, ((2, 512),)),
+        (59, PrefillOrder.CHUNKED_EDF, ((2, 256), (2, 0))),
+        # A request to recompute waits for the blocks of what has stopped.
+        (52, PrefillOrder.S_EDF, ((2, 256), (2, 0))),
+        (99, PrefillOrder.S_EDF, ((1, 256), (1, 48))),
+    ],
+)
+def test_what_has_stopped_goes_on_where_others_wait_for_its_blocks(seed, order, shape):
+    slos = (*SLOS, Slo(ttft_s=0.1, tpot_s=0.05))
+    arrivals = make_arrivals(random.Random(seed), number=60, rate=14.0, slos=slos, longest_prompt=340)
+    cell = make_cell(shape=shape, blocks=24, seed=seed)
+    parameters = replace(cell.parameters, prefill_order=order)
+    simulation = run(replace(cell, parameters=parameters), arrivals)
+    fitting = [r for r in simulation.requests if r.prompt_tokens + r.output_tokens <= 24 * 16]
+    assert all(request.state is RequestState.FINISHED for request in fitting)
+    assert count(simulation, "num_interrupts") > 0
 
 
 def test_fewer_than_no_operators_are_refused():

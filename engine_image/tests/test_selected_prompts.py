@@ -69,6 +69,12 @@ class Heap:
     def remove_request(self, request: Any) -> None:
         assert self.held.pop(request.request_id)[1:] == (request.priority, request.arrival_time)
 
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def peek_request(self) -> Any:
+        return self.held[self.order[0]][0]
+
     @property
     def order(self) -> list[str]:
         """Ids in vLLM's order."""
@@ -217,6 +223,20 @@ def test_the_first_of_those_selected_says_whether_the_blocks_suffice() -> None:
     assert table.shown == ["b", "a"]
     table.renew("a", "b")
     assert table.shown == ["x"]
+
+
+@pytest.mark.parametrize("kind", [RequestKind.RECOMPUTE, RequestKind.RECOVERY])
+@pytest.mark.parametrize(("tokens", "shown"), [(128, ["a"]), (129, ["x"])])
+def test_what_has_started_goes_on_where_a_recompute_ahead_of_all_prompts_finds_too_few_blocks(
+    kind: RequestKind, tokens: int, shown: list[str]
+) -> None:
+    """It waits for blocks that what has started may hold, and no prompt overtakes it."""
+    table = Table(waiting="a", started="x")
+    table.selector.started = ["x"]
+    ahead = add(table.tracker, "ahead", kind, tokens)
+    table.heap.add_request(ahead.request)
+    table.renew("a")
+    assert [name for name in table.shown if name != "ahead"] == shown
 
 
 def test_what_is_blocked_stays_selected_where_nothing_has_started() -> None:

@@ -79,7 +79,7 @@ class PrefillSelection:
         if selector is None:
             return
         selected = selector.select(now_s, batch)
-        if selected and self._is_blocked(selected, batch.block_size_tokens, has_seat=has_seat):
+        if selected and self._is_blocked(selected, waiting, batch.block_size_tokens, has_seat=has_seat):
             selected = selector.rank_started() or selected
         if selected != self._selected:
             self._place(selected, waiting)
@@ -90,16 +90,26 @@ class PrefillSelection:
             return False
         return tracked.selected_place is None
 
-    def _is_blocked(self, selected: list[RequestId], block_size_tokens: int, *, has_seat: bool) -> bool:
+    def _is_blocked(self, selected: list[RequestId], waiting: Any, block_size_tokens: int, *, has_seat: bool) -> bool:
         """Says whether nothing of what is selected can start, so that what has started must go on.
 
-        That may hold the very blocks that are missing. vLLM may refuse what fits here: then an iteration was empty.
+        That may hold the very blocks that are missing, for what is selected or for a request to recompute before it.
+        vLLM may refuse what fits here: then an iteration was empty.
         """
         by_id = self._tracker.by_id
         if any(by_id[request_id].kind is RequestKind.STARTED_PREFILL for request_id in selected):
             return False
-        num_blocks = blocks_for_tokens(by_id[selected[0]].request.num_tokens, block_size_tokens)
+        num_tokens = max(by_id[selected[0]].request.num_tokens, self._count_tokens_ahead(waiting))
+        num_blocks = blocks_for_tokens(num_tokens, block_size_tokens)
         return not has_seat or self._has_idled or num_blocks > self._kv_usage.measure().available
+
+    def _count_tokens_ahead(self, waiting: Any) -> int:
+        """Counts the tokens of the request to recompute that waits before all prompts; 0: none does."""
+        if not waiting:
+            return 0
+        request = waiting.peek_request()
+        kind = self._tracker.by_id[request.request_id].kind
+        return int(request.num_tokens) if kind in (RequestKind.RECOMPUTE, RequestKind.RECOVERY) else 0
 
     def _place(self, selected: list[RequestId], waiting: Any) -> None:
         """Moves requests within vLLM's heap; one's place changes only while the heap does not hold it."""

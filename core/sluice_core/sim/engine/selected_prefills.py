@@ -71,7 +71,8 @@ class SelectedPrefills(PrefillQueue):
         self.resumed = None
         if self._suspended:
             stopped = self._find_suspended(selected)
-            if stopped is not None and not self._waiting:
+            is_first = not self._waiting or self._is_blocked(self._waiting[0][3], free_blocks, num_seats)
+            if stopped is not None and is_first:
                 return self._resume(stopped)
             selected = [request for request in selected if self._find_suspended([request]) is None]
         self._work2 = 0
@@ -115,16 +116,32 @@ class SelectedPrefills(PrefillQueue):
         assert not self._selector.rank_started()
 
     def _select(self, now: float, free_blocks: int, num_seats: int) -> list[SimRequest]:
-        """Find what runs: what is selected, or, when none of that finds blocks and a seat, what has started."""
+        """Find what runs: what is selected, or, when none of that finds blocks and a seat, what has started.
+
+        What has started may hold the very blocks for which a request to recompute waits, before all that is selected.
+        """
         selected = self._selector.select(now, self.batch)
         if not selected:
             return []
         head = self._prompts.get(selected[0])
-        if head is not None and not any(request_id in self._started_prompts for request_id in selected):
-            blocks = -(-head.prefill_tokens // self._block_size)
-            if blocks > free_blocks - self.deferred_blocks or len(self._started) >= num_seats:
+        if head is not None and not self._has_started(selected):
+            is_behind = bool(self._waiting) and self._is_blocked(self._waiting[0][3], free_blocks, num_seats)
+            if is_behind or self._is_blocked(head, free_blocks, num_seats):
                 return [self._started_prompts[request_id] for request_id in self._selector.rank_started()]
         return [self._find(request_id) for request_id in selected]
+
+    def _has_started(self, selected: list[RequestId]) -> bool:
+        """Say whether any of what is selected has started and can go on behind others; a stopped iteration cannot."""
+        for request_id in selected:
+            request = self._started_prompts.get(request_id)
+            if request is not None and (not self._suspended or self._find_suspended([request]) is None):
+                return True
+        return False
+
+    def _is_blocked(self, request: SimRequest, free_blocks: int, num_seats: int) -> bool:
+        """Say whether a request that waits finds too few blocks or no seat; then nobody behind it starts either."""
+        blocks = -(-request.prefill_tokens // self._block_size)
+        return blocks > free_blocks - self.deferred_blocks or len(self._started) >= num_seats
 
     def _find(self, request_id: RequestId) -> SimRequest:
         request = self._prompts.get(request_id)

@@ -381,7 +381,9 @@ class SimEngine(MovingRequests):
             self.ending = []
             has_nothing = not self.batch.num_decodes and not prefills.num_tokens
             if has_nothing and prefills.num_queued and not self.batch.paused:
-                work2 = self._fill_room_ahead(now, 0)  # nothing could be scheduled ahead
+                # Nothing could be scheduled ahead, and the decodes behind which prefills stood are preempted by now.
+                prefills.batch.is_stalled = False
+                work2 = self._fill_room_ahead(now, 0)
         if not prefills.num_queued or prefills.num_tokens:
             prefills.batch.last_prefill_s = now
         return work2
