@@ -92,7 +92,7 @@ class StrategyParameters:
     grant_wait_s: float = 10.0
     tpot_share: float = 0.98
     least_prefill_share: float = 0.1
-    catch_up_tokens: int = 8
+    catch_up_tokens: int = 5
     late_ttft_factor: float = 3.0
     late_share: float = 0.1
     overload_order: OverloadOrder = OverloadOrder.LONGEST_LAST
