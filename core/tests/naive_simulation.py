@@ -276,7 +276,9 @@ class NaiveEngine:
                 )
         chosen = self.selector.select(now, batch)
         requests = [self.selectable[name] for name in chosen]
-        if requests and all(r.kind is RequestKind.NEW_PROMPT for r in requests) and not fits(requests[0]):
+        ahead = sorted((r for r in known if r.name not in self.selectable and not r.blocks), key=self.key)
+        may_start = all(fits(r) for r in [*ahead[:1], *requests[:1]])
+        if requests and all(r.kind is RequestKind.NEW_PROMPT for r in requests) and not may_start:
             chosen = self.selector.rank_started()
         self.selected = {name: place for place, name in enumerate(chosen)}
 
