@@ -120,6 +120,14 @@ class AheadEngine(NaiveEngine):
         self.incoming.remove(move)
         self.pool.release(move)
 
+    def load(self, now):
+        load = super().load(now)
+        if self.is_running and not self.current.is_alone:
+            # As engines have it: all decodes count, and the contexts of those in the iteration under way.
+            left_out = [request for request in self.decodes if request not in self.current.decodes]
+            load.decode_context_tokens -= sum(request.kv_tokens + 1 for request in left_out)
+        return load
+
     # --- requests ---
 
     def enqueue(self, request, kind):
@@ -618,5 +626,6 @@ class NaiveAheadSimulation(NaiveSimulation):
         target.incoming.remove(move)
         target.pool.tables[request] = target.pool.tables.pop(move)
         request.moves += 1
+        request.last_iteration = 0  # none of the target's
         target.pool.fill(request, request.kv_tokens)
         target.arrived.append(request)

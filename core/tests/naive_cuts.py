@@ -215,6 +215,7 @@ class NaiveCuttingSimulation(NaiveAheadSimulation):
         target.pool.fill(request, num_tokens)
         request.blocks = len(target.pool.tables[request])
         request.computed = request.cached = num_tokens
+        request.last_iteration = 0  # none of the target's
         request.to_compute, request.route, request.cut_move = request.arrival.prompt_tokens, (), None
         request.kind, request.is_started, request.engine, request.first_iteration = (
             RequestKind.STARTED_PREFILL,

@@ -48,6 +48,9 @@ def assert_equal_to_plain(seed, blocks):
 
 
 @example(seed=20, blocks=30)  # a part comes while decodes have left the prefills without blocks
+@example(seed=17324640, blocks=60)  # a part that comes is preempted at once: its last batch was the first engine's
+@example(seed=2840997628, blocks=30)  # the same, where the first engine's last iteration has the second one's number
+@example(seed=1590873034, blocks=400)  # an engine idles with a queue, because requests to come hold its seats
 @given(seed=st.integers(0, 2**32), blocks=st.sampled_from((30, 60, 400)))
 @settings(max_examples=30, deadline=None)
 def test_cut_prompts_are_as_the_plain_simulator_has_them(seed, blocks):

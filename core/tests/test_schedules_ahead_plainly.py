@@ -129,6 +129,13 @@ def test_runs_that_once_differed_agree(seed, blocks):
     assert_equal_to_plain(*make_cell(random.Random(seed), "taichi", blocks=blocks, number=60))
 
 
+def test_decodes_that_an_iteration_leaves_out_are_in_the_load():
+    """One that is left out has its seat, which a prefill that waits for a grant must not be sent to."""
+    options = {"message_s": 0.05, "counts_decodes": False, "no_grant": NoGrant.WAIT, "copies_kv": True}
+    rng = random.Random(226713571)
+    assert_equal_to_plain(*make_cell(rng, "taichi, round robin", blocks=60, number=40, **options))
+
+
 @pytest.mark.parametrize("name", ["taichi", "disaggregated", "aggregated"])
 def test_a_long_run_is_as_the_plain_simulator_has_it(name):
     """150 requests each; among what is compared are moves of every cause, preemptions and refusals."""

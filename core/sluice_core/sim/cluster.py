@@ -78,7 +78,6 @@ class SimCluster:
         self._heap: list[Event] = []
         self._num_events = 0
         self._changed: list[EngineId] = []
-        self._keeps_kv = False
         self._num_late_grants = 0
         self._prefixes: KnownPrefixes | None = None
         options = cell.options
@@ -199,11 +198,10 @@ class SimCluster:
         if self._report_s:
             router.receive(self.now)
             return
-        if self._keeps_kv:
-            # A queue that waits for kept KV does not get shorter while its engine idles.
-            for idle in self._by_id.values():
-                if idle.prefills.num_queued and not idle.is_running:
-                    idle.note_change()
+        # A queue that waits for kept KV, or for what transfers hold, does not get shorter while its engine idles.
+        for idle in self._by_id.values():
+            if idle.prefills.num_queued and not idle.is_running:
+                idle.note_change()
         routers = self.routers.routers
         for engine_id in self._changed:
             engine = self._by_id.get(engine_id)
@@ -339,14 +337,12 @@ class SimCluster:
     def _spread_chunk_sizes(self) -> None:
         """Tell every engine's policy the chunk sizes of the cluster."""
         chunk_sizes = {state.chunk_size_tokens for state in self.table if not state.is_draining}
-        self._keeps_kv = False
         papers_wait = self.cell.options.schedules_ahead and self.cell.options.no_grant is NoGrant.WAIT
         for engine in self._by_id.values():
             engine.policy.observe_chunk_sizes(chunk_sizes)
             engine.hands_off_prefills = engine.policy.hands_off_prefills(engine.role) or (
                 papers_wait and self.routers.first.policy.moves_first_decode(engine.role, self.table)
             )
-            self._keeps_kv = self._keeps_kv or engine.hands_off_prefills
 
 
 def has_room(target: SimEngine, num_blocks: int) -> bool:

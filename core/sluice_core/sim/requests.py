@@ -30,7 +30,7 @@ class SimRequest:
     Attributes:
         num_computed_tokens: Tokens of its prefill (or recompute) that have KV on the engine.
         num_cached_tokens: Of these, tokens that were found there and not computed.
-        batch_number: The last of its engine's prefill batches that it was in.
+        batch_number: The last of its engine's prefill batches that it was in; -1: none, it has just come.
         prefill_tokens: Tokens of this prefill (or recompute).
         generated_tokens: Output tokens so far; while it decodes as of the last time it joined a decode batch.
         reset_tokens: Output tokens when its length was last reset (Algorithm 1).

@@ -150,6 +150,7 @@ class PrefillQueue:
         """Go on with a prompt that was cut, with the KV of its first ``before`` tokens."""
         self.lift_preemption_limits()  # those of an iteration in which no prefill was there to be limited
         request.kind = RequestKind.STARTED_PREFILL
+        request.batch_number = -1  # that of the first engine says nothing of batches here
         request.num_computed_tokens = request.num_cached_tokens = before
         request.prefill_tokens = tokens = request.prompt_tokens
         first, second = self._policy.order_key(request.kind, request.arrival_s, request.priority)

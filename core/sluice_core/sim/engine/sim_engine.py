@@ -340,7 +340,8 @@ class SimEngine(MovingRequests):
         load.queued_prefill_tokens = self.prefills.queued_tokens
         load.queued_requests = self.prefills.num_queued
         load.queued_attention_work = self.prefills.queued_work2 * 0.5
-        load.running_decodes = self.batch.num_decodes + self.num_incoming
+        # Those that the iteration leaves out have their seats all the same.
+        load.running_decodes = len(self.batch.list_requests()) + self.num_incoming
         load.decode_context_tokens = self.batch.context_tokens
         load.kv_blocks_used = self.used_blocks
         load.kv_blocks_granted = self.granted_blocks
