@@ -341,7 +341,7 @@ class SimEngine(MovingRequests):
         load.queued_requests = self.prefills.num_queued
         load.queued_attention_work = self.prefills.queued_work2 * 0.5
         # Those that the iteration leaves out have their seats all the same.
-        load.running_decodes = len(self.batch.list_requests()) + self.num_incoming
+        load.running_decodes = self.batch.num_decodes + len(self.batch.paused) + self.num_incoming
         load.decode_context_tokens = self.batch.context_tokens
         load.kv_blocks_used = self.used_blocks
         load.kv_blocks_granted = self.granted_blocks
