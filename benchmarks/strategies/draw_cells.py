@@ -2,6 +2,8 @@
 
     .venv/bin/python benchmarks/strategies/draw_cells.py > benchmarks/strategies/drawn_cells.toml
 
+A number behind it is another seed, for cells that no rule was found on.
+
 Every value of every dimension is in as many cells as any other, as far as 24 cells allow; the seed says in which.
 Objectives are ``SLOS`` by trace, for a 14B model on A100s. For others TTFT scales by the time of a prefill iteration,
 TPOT by that of a decode iteration; ``tight`` is 0.7 of both.
@@ -87,9 +89,9 @@ def compute_slo_ms(cell: Mapping[str, str], tensor_parallel: int) -> tuple[int, 
     return round(tightness * prefill * ttft_ms / 10) * 10, round(tightness * decode * tpot_ms)
 
 
-def format_cells(cells: Sequence[Mapping[str, str]]) -> str:
-    """Formats cells as TOML, as ``sluice bench strategies --cells`` reads them."""
-    lines = [f"# Drawn by draw_cells.py with seed {SEED}. Do not edit."]
+def format_cells(cells: Sequence[Mapping[str, str]], seed: int) -> str:
+    """Formats cells as TOML for ``sluice bench strategies --cells``, in a file of this folder: paths are relative."""
+    lines = [f"# Drawn by draw_cells.py with seed {seed}. Do not edit."]
     for number, cell in enumerate(cells):
         tensor_parallel = 2 if cell["model"] == "qwen2.5-32b" else 1
         ttft_ms, tpot_ms = compute_slo_ms(cell, tensor_parallel)
@@ -113,4 +115,5 @@ def format_cells(cells: Sequence[Mapping[str, str]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(format_cells(draw_cells()))
+    seed = int(sys.argv[1]) if sys.argv[1:] else SEED
+    sys.stdout.write(format_cells(draw_cells(seed), seed))

@@ -58,6 +58,9 @@ def test_drawn_cells_are_those_of_the_seed_and_cover_every_value() -> None:
     assert [len(set(column)) for column in zip(*values, strict=True)] == [3, 2, 8, 3, 2, 2]
     assert all(cell["replicas"] == int(title[3].split()[0]) for cell, title in zip(cells, values, strict=True))
     assert all(bool(cell["set"]) == (title[4] == "4 routers") for cell, title in zip(cells, values, strict=True))
+    others = subprocess.run([sys.executable, program, "15"], capture_output=True, text=True, check=True).stdout
+    assert "with seed 15" in others
+    assert tomllib.loads(others)["cells"] != tomllib.loads(done.stdout)["cells"]
 
 
 def test_strategies_are_compared_on_the_same_requests(tmp_path: Path) -> None:
