@@ -30,10 +30,11 @@ def main() -> None:
     if "--deaf" in others:
         stop.wait()
         return
-    with socket.create_server((options.host, options.port)) as listener:
-        print(options.engine_id, os.getpid(), "listens", flush=True)
-        threading.Thread(target=answer, args=(listener, options.engine_id), daemon=True).start()
-        stop.wait()
+    # It stays open until the process has ended: closed here, it may fail the thread that waits at it.
+    listener = socket.create_server((options.host, options.port))
+    print(options.engine_id, os.getpid(), "listens", flush=True)
+    threading.Thread(target=answer, args=(listener, options.engine_id), daemon=True).start()
+    stop.wait()
     print("ended by SIGTERM", flush=True)
 
 
