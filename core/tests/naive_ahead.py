@@ -12,7 +12,7 @@ from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
 from sluice_core.records import MoveCause, Role
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.decode_set import SPLIT_LEAD_TOKENS
-from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
+from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.sim.sim_setup import NoGrant, TtftEnd
 
 # Ends of iterations that a busy engine takes to carry out what it is told (docs/internals/simulator.md).
@@ -243,20 +243,7 @@ class AheadEngine(NaiveEngine):
 
     def limits(self, now, number):
         known = [r for r in self.queue if r.first_iteration <= number]
-        recompute = [r for r in known if r.kind in (RequestKind.RECOMPUTE, RequestKind.RECOVERY)]
-        batch = EngineBatch(
-            chunk_size_tokens=self.setup.chunk_size_tokens,
-            last_chunk_size_tokens=self.setup.chunk_size_tokens,
-            max_batch_tokens=self.setup.max_batch_tokens,
-            block_size_tokens=self.block,
-            num_decodes=len(self.decodes),
-            decode_context_tokens=self.count_context(),
-            num_recomputing=len(recompute),
-            num_started_prefills=sum(r.kind is RequestKind.STARTED_PREFILL for r in known),
-            num_new_prompts=sum(r.kind is RequestKind.NEW_PROMPT for r in known),
-            last_prefill_s=self.last_prefill_s,
-            is_stalled=self.is_stalled,
-        )
+        batch = self.make_batch(known)
         self.known, self.asked = known, (now, batch)
         return self.policy.limits(now, batch)
 

@@ -303,9 +303,9 @@ class NaiveEngine:
     def has_blocks(self, request, free):
         return blocks_for_tokens(request.to_compute, self.block) <= free
 
-    def schedule(self, now):
-        recompute = [r for r in self.queue if r.kind in (RequestKind.RECOMPUTE, RequestKind.RECOVERY)]
-        batch = EngineBatch(
+    def make_batch(self, known):
+        recompute = [r for r in known if r.kind in (RequestKind.RECOMPUTE, RequestKind.RECOVERY)]
+        return EngineBatch(
             chunk_size_tokens=self.setup.chunk_size_tokens,
             last_chunk_size_tokens=self.setup.chunk_size_tokens,
             max_batch_tokens=self.setup.max_batch_tokens,
@@ -313,11 +313,14 @@ class NaiveEngine:
             num_decodes=len(self.decodes),
             decode_context_tokens=self.count_context(),
             num_recomputing=len(recompute),
-            num_started_prefills=sum(r.kind is RequestKind.STARTED_PREFILL for r in self.queue),
-            num_new_prompts=sum(r.kind is RequestKind.NEW_PROMPT for r in self.queue),
+            num_started_prefills=sum(r.kind is RequestKind.STARTED_PREFILL for r in known),
+            num_new_prompts=sum(r.kind is RequestKind.NEW_PROMPT for r in known),
             last_prefill_s=self.last_prefill_s,
             is_stalled=self.is_stalled,
         )
+
+    def schedule(self, now):
+        batch = self.make_batch(self.queue)
         limits = self.policy.limits(now, batch)
         self.select(now, self.queue, batch, lambda r: self.has_seat() and self.has_blocks(r, self.free()))
         room, is_blocked, chunks = limits.prefill_budget_tokens, False, []

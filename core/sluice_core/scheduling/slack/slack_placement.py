@@ -50,7 +50,8 @@ class SlackPlacement(LengthAwarePlacement):
         candidates = assign_pass.list_candidates(request)
         if not candidates:
             return Hold(request_id=request.request_id, reason=assign_pass.explain_no_candidate())
-        entry = self._find_first_done(assign_pass, request, candidates)
+        credit_s = self._get_credit_s(assign_pass, request)
+        entry = self._find_first_done(assign_pass, request, candidates, credit_s)
         if entry is None:
             fits = any(get_view(other).available_tokens >= request.prompt_tokens for other in candidates)
             return Hold(request_id=request.request_id, reason="seats" if fits else "kv")
@@ -61,14 +62,14 @@ class SlackPlacement(LengthAwarePlacement):
         if rejected is not None:
             return rejected
         free_at_s = entry[3]
-        if self.parameters.credit_s and free_at_s - assign_pass.now > self._get_credit_s(assign_pass, request):
+        if credit_s and free_at_s - assign_pass.now > credit_s:
             return Hold(request_id=request.request_id, reason="late_binding")
         self.waiting_order.note_placed(assign_pass.now, request, done_s - max(free_at_s, assign_pass.now))
         self.packing.note_placed(request.prompt_tokens)
         return assign_pass.place(request, entry, "feasible" if is_feasible else "least_late", is_feasible=is_feasible)
 
     def _find_first_done(
-        self, assign_pass: AssignPass, request: PrefillRequest, candidates: Sequence[Entry]
+        self, assign_pass: AssignPass, request: PrefillRequest, candidates: Sequence[Entry], credit_s: float
     ) -> Entry | None:
         """Find where a prompt is done first; None: nothing has the KV blocks and a seat.
 
@@ -77,7 +78,6 @@ class SlackPlacement(LengthAwarePlacement):
         """
         best: Entry | None = None
         least_s = math.inf
-        credit_s = self._get_credit_s(assign_pass, request)
         for entry in candidates:
             view = get_view(entry)
             if view.available_tokens < request.prompt_tokens or view.available_seqs < 1:
@@ -90,7 +90,7 @@ class SlackPlacement(LengthAwarePlacement):
         return best
 
     def _get_credit_s(self, assign_pass: AssignPass, request: PrefillRequest) -> float:
-        """Get the prefill work that an engine is given ahead, in seconds.
+        """Get the prefill work that an engine is given ahead, in seconds; 0: all of it, as it arrives.
 
         A router knows only what waits with it. What several routers have given to an engine is put in order there.
         """

@@ -71,8 +71,7 @@ class SelectedPrefills(PrefillQueue):
         self.resumed = None
         if self._suspended:
             stopped = self._find_suspended(selected)
-            is_first = not self._waiting or self._is_blocked(self._waiting[0][3], free_blocks, num_seats)
-            if stopped is not None and is_first:
+            if stopped is not None and (not self._waiting or self._is_first_blocked(free_blocks, num_seats)):
                 return self._resume(stopped)
             selected = [request for request in selected if self._find_suspended([request]) is None]
         self._work2 = 0
@@ -124,10 +123,12 @@ class SelectedPrefills(PrefillQueue):
         if not selected:
             return []
         head = self._prompts.get(selected[0])
-        if head is not None and not self._has_started(selected):
-            is_behind = bool(self._waiting) and self._is_blocked(self._waiting[0][3], free_blocks, num_seats)
-            if is_behind or self._is_blocked(head, free_blocks, num_seats):
-                return [self._started_prompts[request_id] for request_id in self._selector.rank_started()]
+        if (
+            head is not None
+            and not self._has_started(selected)
+            and (self._is_first_blocked(free_blocks, num_seats) or self._is_blocked(head, free_blocks, num_seats))
+        ):
+            return [self._started_prompts[request_id] for request_id in self._selector.rank_started()]
         return [self._find(request_id) for request_id in selected]
 
     def _has_started(self, selected: list[RequestId]) -> bool:
@@ -137,6 +138,10 @@ class SelectedPrefills(PrefillQueue):
             if request is not None and (not self._suspended or self._find_suspended([request]) is None):
                 return True
         return False
+
+    def _is_first_blocked(self, free_blocks: int, num_seats: int) -> bool:
+        """Say whether a request waits before all that is selected, and is blocked."""
+        return bool(self._waiting) and self._is_blocked(self._waiting[0][3], free_blocks, num_seats)
 
     def _is_blocked(self, request: SimRequest, free_blocks: int, num_seats: int) -> bool:
         """Say whether a request that waits finds too few blocks or no seat; then nobody behind it starts either."""
