@@ -120,3 +120,35 @@ def test_what_is_recomputed_runs_before_the_selected_prompts_and_these_run_in_th
     for selected, runnable in (([first], [recomputed, first]), ([second, first], [recomputed, second, first])):
         selector.selected = [request.request_id for request in selected]
         assert queue.list_runnable(0.0, 9999) == runnable
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="a compiled class has no interpreted subclass")
+def test_blocks_that_become_free_later_let_nobody_start_and_who_has_started_goes_on():
+    class OrderedSelector(PlayedSelector):
+        def rank_started(self):
+            return [started.request_id]
+
+    selector = OrderedSelector()
+    policy = get_strategy("flowprefill").make_engine(StrategyParameters(batch_token_budget=4000))
+    queue = SelectedPrefills(SETUP, policy, selector)
+    started, urgent = make_request(0, prompt_tokens=9000), make_request(1, prompt_tokens=100 * BLOCK)
+    queue.add(started, RequestKind.NEW_PROMPT)
+    selector.selected = [started.request_id]
+    queue.schedule(0.0, 0, 99, 9999)
+    queue.add(urgent, RequestKind.NEW_PROMPT)
+    selector.selected = [urgent.request_id]
+    for num_deferred, runnable in ((0, []), (1, [started])):
+        queue.deferred_blocks = num_deferred
+        assert queue.list_runnable(0.0, 100) == runnable
+
+
+@pytest.mark.parametrize("num_batches", [0, 1])
+def test_a_part_that_came_was_not_in_the_last_batch(num_batches):
+    queue = PrefillQueue(SETUP, TAICHI, takes_by_chunk=True)
+    for _ in range(num_batches):
+        queue.schedule(0.0, 0, 99, 9999)
+    part = make_request(0, prompt_tokens=9000)
+    queue.add_part(part, BLOCK)
+    assert not queue.was_in_last_batch(part)
+    queue.schedule(0.0, 0, 99, 9999)
+    assert queue.was_in_last_batch(part)
