@@ -54,7 +54,8 @@ def test_failing_and_hanging_in_teardown(resource):
 def test_after():
     pass
 """
-# Two steps run at once, and a third comes after the first of them, which is ended first.
+# Two steps run at once, and a third comes after the first of them, which is ended first. Each writes its line in one
+# piece, so that the two do not mingle.
 THREE_STEPS = f"""
 import os, sys
 import limited_runs
@@ -64,7 +65,7 @@ def run(*command):
     return limited_runs.Counts()
 
 limited_runs.end_steps_with_this_process()
-sleep = (sys.executable, "-S", "-c", "print('runs', flush=True)\\n" + {SLEEP!r})
+sleep = (sys.executable, "-S", "-c", "import os; os.write(1, b'runs\\\\n')\\n" + {SLEEP!r})
 limited_runs.run_side_by_side([lambda: run(*sleep), lambda: run("touch", "third")], [lambda: run(*sleep)])
 """
 SKIP = """
@@ -104,8 +105,9 @@ def test_no_step_begins_once_sigterm_ends_those_that_run(tmp_path: Path) -> None
     command = [sys.executable, "-c", THREE_STEPS]
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert [process.stdout.readline() for _ in range(2)] == ["runs\n", "runs\n"]
+        printed = [process.stdout.readline() for _ in range(2)]
         process.terminate()
+    assert printed == ["runs\n", "runs\n"]
     assert process.returncode == 1
     assert not (tmp_path / "third").exists()
 
