@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sluice_core.records import RequestId
 from sluice_core.scheduling.engine_policy import RequestKind
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 PREFILL_KINDS = frozenset(
     {RequestKind.RECOMPUTE, RequestKind.RECOVERY, RequestKind.STARTED_PREFILL, RequestKind.NEW_PROMPT}
 )
+# Classes that vLLM takes before all prompts.
+RECOMPUTED_KINDS = frozenset({RequestKind.RECOMPUTE, RequestKind.RECOVERY})
 # Classes of prompts that have no token yet and were not preempted.
 PROMPT_KINDS = frozenset({RequestKind.STARTED_PREFILL, RequestKind.NEW_PROMPT})
 
@@ -112,6 +114,13 @@ class RequestTracker:
     def of_kind(self, kind: RequestKind) -> Iterator[TrackedRequest]:
         """Requests of a class, oldest change first; a copy, so that they may change while it is read."""
         return iter(list(self._ids_of_kind[kind].values()))
+
+    def peek_recomputed(self, waiting: Any) -> Request | None:
+        """Finds the request to compute anew that vLLM's queue has before all prompts; None: it has none."""
+        if not waiting:
+            return None
+        request: Request = waiting.peek_request()
+        return request if self.by_id[request.request_id].kind in RECOMPUTED_KINDS else None
 
     @property
     def num_queued(self) -> int:

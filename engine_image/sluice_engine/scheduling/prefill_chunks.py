@@ -159,11 +159,8 @@ class PrefillChunks:
 
     def _count_recompute_ahead(self, waiting: Any) -> int:
         """Room that the next waiting recompute will use; 0 when none waits or its blocks are not free."""
-        if not waiting:
-            return 0
-        request = waiting.peek_request()
-        kind = self._tracker.by_id[request.request_id].kind
-        if kind not in (RequestKind.RECOMPUTE, RequestKind.RECOVERY):
+        request = self._tracker.peek_recomputed(waiting)
+        if request is None:
             return 0
         if blocks_for_tokens(request.num_tokens, self._block_size_tokens) > self._kv_usage.measure().available:
             return 0

@@ -99,17 +99,12 @@ class PrefillSelection:
         by_id = self._tracker.by_id
         if any(by_id[request_id].kind is RequestKind.STARTED_PREFILL for request_id in selected):
             return False
-        num_tokens = max(by_id[selected[0]].request.num_tokens, self._count_tokens_ahead(waiting))
+        num_tokens = by_id[selected[0]].request.num_tokens
+        recomputed = self._tracker.peek_recomputed(waiting)
+        if recomputed is not None:
+            num_tokens = max(num_tokens, recomputed.num_tokens)
         num_blocks = blocks_for_tokens(num_tokens, block_size_tokens)
         return not has_seat or self._has_idled or num_blocks > self._kv_usage.measure().available
-
-    def _count_tokens_ahead(self, waiting: Any) -> int:
-        """Counts the tokens of the request to recompute that waits before all prompts; 0: none does."""
-        if not waiting:
-            return 0
-        request = waiting.peek_request()
-        kind = self._tracker.by_id[request.request_id].kind
-        return int(request.num_tokens) if kind in (RequestKind.RECOMPUTE, RequestKind.RECOVERY) else 0
 
     def _place(self, selected: list[RequestId], waiting: Any) -> None:
         """Moves requests within vLLM's heap; one's place changes only while the heap does not hold it."""
