@@ -59,8 +59,8 @@ class StrategyParameters:
             it is recomputed and decodes in place. Below the lease of handed-off KV.
         tpot_share: Share of the TPOT SLO that prefills may use up.
         least_prefill_share: Share of the TPOT SLO that prefills get in each iteration beside decodes in any case.
-        catch_up_tokens: Tokens of an answer until which it may be behind its TPOT SLO, as far as it catches up by then;
-            manifests cannot set it.
+        pace_share: Share of the time to its TTFT SLO that a prompt's prefill may take where decodes have nothing to
+            spare; 0: prefills take what they are given. Manifests cannot set it.
         late_ttft_factor: A prompt that cannot meet its TTFT SLO waits as if this were so many times as long; 1: it
             keeps its place.
         late_share: Share of the prefill time that such prompts get together while others can meet theirs; 1: by their
@@ -92,7 +92,7 @@ class StrategyParameters:
     grant_wait_s: float = 10.0
     tpot_share: float = 0.98
     least_prefill_share: float = 0.1
-    catch_up_tokens: int = 5
+    pace_share: float = 0.8
     late_ttft_factor: float = 3.0
     late_share: float = 0.1
     overload_order: OverloadOrder = OverloadOrder.LONGEST_LAST

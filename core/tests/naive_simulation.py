@@ -10,7 +10,7 @@ from sluice_core.kv_blocks import KvBlocks, blocks_for_tokens
 from sluice_core.records import Hold, IterationShape, MoveCause, Place, PrefillRequest, RequestId
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.decode_set import DecodeSet
-from sluice_core.scheduling.engine_policy import EngineBatch, RequestKind
+from sluice_core.scheduling.engine_policy import EngineBatch, LatePrefills, RequestKind
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.sim.cluster import ASSIGN_INTERVAL_S
@@ -389,8 +389,12 @@ class NaiveEngine:
         is_prefilling = bool(waiting) or (self.batch is not None and self.last_batch[1] > 0)
         phase = self.policy.describe_phase(now, is_prefilling=is_prefilling)
         phases = {} if phase is None else {"prefill_phase_s": phase[0], "saved_tpot_s": phase[1]}
+        late = LatePrefills() if self.selector is None else self.selector.count_late(now)
         return EngineLoad(
             **phases,
+            late_requests=late.requests,
+            late_prefill_tokens=late.tokens,
+            late_attention_work=late.attention_work,
             last_submit_number=self.submits,
             queued_prefill_tokens=sum(r.to_compute - r.computed for r in waiting),
             queued_requests=len(waiting),

@@ -44,9 +44,12 @@ def make_table(*engines, observations=PROVEN_OBSERVATIONS):
                 0.07 * speed,
             )
         is_draining = fields.pop("is_draining", False)
+        late_share = fields.pop("late_share", 0.0)
         tokens = fields.get("queued_prefill_tokens", 0)
         if tokens:
             fields = {"queued_requests": 1, "queued_attention_work": compute_attention_work(tokens, 0)} | fields
+            fields["late_prefill_tokens"] = int(late_share * tokens)
+            fields["late_attention_work"] = late_share * fields["queued_attention_work"]
         table.report(engine_id, EngineLoad(**fields), 0.0)
         if is_draining:
             table.configure(engine_id, role=role, chunk_size_tokens=CHUNKS[role], is_draining=True)
@@ -90,7 +93,12 @@ def estimate_by_the_book(state, table, request, now):
 
     load = state.load
     free_at = state.reported_at_s + load.iteration_remaining_s
-    free_at += estimate(load.queued_prefill_tokens, load.queued_attention_work, load.queued_requests)
+    # Nobody waits for those that the engine computes last.
+    free_at += estimate(
+        load.queued_prefill_tokens - load.late_prefill_tokens,
+        load.queued_attention_work - load.late_attention_work,
+        load.queued_requests - load.late_requests,
+    )
     for placement in state.in_flight.values():
         free_at = max(free_at, placement.placed_at_s)
         free_at += estimate(placement.tokens, compute_attention_work(placement.tokens, 0), 1)
@@ -123,6 +131,7 @@ engine_states = st.fixed_dictionaries(
         "speed": st.sampled_from([0.5, 1.0, 1.0, 3.0]),
         "is_draining": st.sampled_from([False, False, False, True]),
         "is_of_others": st.sampled_from([False, False, True]),
+        "late_share": st.sampled_from([0.0, 0.0, 0.5, 1.0]),
     },
     optional={"chunk": st.sampled_from([0, 64, 512, 512])},
 )

@@ -134,7 +134,7 @@ def bind(*decodes, is_moved_in=False, **parameters):
             tpot_slo_s=tpot_slo_s,
             is_moved_in=is_moved_in,
         )
-    values = {"tpot_share": 1.0, "least_prefill_share": 0.0, "catch_up_tokens": 0}
+    values = {"tpot_share": 1.0, "least_prefill_share": 0.0}
     policy = get_strategy("sluice").make_engine(StrategyParameters(**values | parameters))
     policy.bind(joined, LINE)
     return policy
@@ -160,28 +160,9 @@ def test_decodes_wait_for_no_prompts_where_none_are():
     assert bind((9.9, 1, 0.1)).limits(10.0, idle).prefill_budget_tokens == 2047
 
 
-@pytest.mark.parametrize(("catch_up_tokens", "limit_s"), [(0, 0.05), (1, 0.05), (3, 0.05 + 2 * 0.0399)])
-def test_a_decode_that_has_just_come_catches_up_what_a_gap_leaves_it(catch_up_tokens, limit_s):
-    """Its gap is 50 ms, of which an iteration of decodes alone takes 10.1 ms."""
-    policy = bind((8.0, 100, 0.05), catch_up_tokens=catch_up_tokens)
-    assert get_room_s(policy, num_joining=1) == pytest.approx(limit_s, rel=0.02)
-
-
-def test_nobody_catches_up_in_iterations_that_are_too_long_for_it():
-    """With 99 decodes an iteration takes 19.9 ms, which is more than a gap: two gaps are no longer than one."""
-    limits = [
-        bind((9.0, 200, 0.0195), catch_up_tokens=catch_up_tokens, least_prefill_share=1.0)
-        .limits(10.0, make_batch(num_decodes=99))
-        .prefill_budget_tokens
-        for catch_up_tokens in (0, 9)
-    ]
-    assert limits[0] == limits[1]
-
-
-def test_what_a_decode_catches_up_takes_the_time_of_iterations_into_account():
-    """Two tokens at 9.95, 50 ms each: it is 50 ms ahead at the third, and gains 39.9 ms in each of two more."""
-    policy = bind((9.95, 2, 0.05), catch_up_tokens=5)
-    assert get_room_s(policy) == pytest.approx(0.1 - 0.05 + 2 * 0.0399, rel=0.01)
+def test_a_decode_that_has_just_come_has_one_gap():
+    """Its gap is 50 ms; the other one has nothing of that kind."""
+    assert get_room_s(bind((8.0, 100, 0.05)), num_joining=1) == pytest.approx(0.05, rel=0.02)
 
 
 # --- saved TPOT ----------------------------------------------------------------------------------------------------

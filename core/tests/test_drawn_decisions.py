@@ -57,7 +57,7 @@ def draw_parameters(rng):
         tpot_share=rng.choice((0.8, 0.98)),
         late_ttft_factor=rng.choice((1.0, 3.0)),
         late_share=other.choice((0.1, 0.5, 1.0)),
-        catch_up_tokens=other.choice((0, 8, 50)),
+        pace_share=other.choice((0.0, 0.5, 0.8)),
         overload_order=other.choice(list(OverloadOrder)),
         pack_prompt_share=other.choice((0.0, 0.5)),
         pack_share=rng.choice((0.0, 0.7)),
@@ -71,12 +71,19 @@ def draw_parameters(rng):
 
 
 def draw_load(rng):
+    other = deepcopy(rng)  # see draw_parameters
     queued = rng.choice((0, 0, rng.randrange(1, 9000)))
     decodes = rng.choice((0, rng.randrange(1, 40)))
+    num_queued = min(queued, rng.randrange(1, 5)) if queued else 0
+    work = queued * rng.uniform(0.0, 3000.0)
+    late_share = other.choice((0.0, 0.0, other.random(), 1.0))
     return EngineLoad(
         queued_prefill_tokens=queued,
-        queued_requests=min(queued, rng.randrange(1, 5)) if queued else 0,
-        queued_attention_work=queued * rng.uniform(0.0, 3000.0),
+        queued_requests=num_queued,
+        queued_attention_work=work,
+        late_prefill_tokens=int(late_share * queued),
+        late_requests=int(late_share * num_queued),
+        late_attention_work=late_share * work,
         running_decodes=decodes,
         decode_context_tokens=decodes * rng.randrange(50, 4000),
         kv_blocks_total=800,

@@ -111,7 +111,7 @@ def draw_cell(rng, name):
         tpot_share=rng.choice((0.8, 0.98)),
         late_ttft_factor=rng.choice((1.0, 3.0)),
         late_share=other.choice((0.1, 0.5, 1.0)),
-        catch_up_tokens=other.choice((0, 8, 50)),
+        pace_share=other.choice((0.0, 0.5, 0.8)),
         overload_order=other.choice(list(OverloadOrder)),
         pack_prompt_share=other.choice((0.0, 0.5)),
         pack_share=rng.choice((0.0, 0.7)),

@@ -64,12 +64,8 @@ def make_batch(**changes: float) -> EngineBatch:
     return replace(batch, **changes)
 
 
-def bind(
-    decodes: DecodeSet, *, least_prefill_share: float = 0.0, catch_up_tokens: int = 0, **parameters: float
-) -> SlackBatching:
-    policy = SLUICE.make_engine(
-        StrategyParameters(least_prefill_share=least_prefill_share, catch_up_tokens=catch_up_tokens, **parameters)
-    )
+def bind(decodes: DecodeSet, *, least_prefill_share: float = 0.0, **parameters: float) -> SlackBatching:
+    policy = SLUICE.make_engine(StrategyParameters(least_prefill_share=least_prefill_share, **parameters))
     assert isinstance(policy, SlackBatching)
     policy.bind(decodes, A100)
     return policy
@@ -80,25 +76,6 @@ def test_the_slack_is_what_the_slowest_decode_has_until_its_next_token_is_late()
     assert decodes.find_least_slack_s(10.0) == pytest.approx(10 * 0.11 - 1.0)
     assert decodes.find_least_slack_s(10.0, num_gaps=2) == pytest.approx(11 * 0.11 - 1.0)
     assert make_decodes().find_least_slack_s(10.0) == math.inf
-
-
-def test_a_decode_with_few_tokens_may_be_behind_by_what_it_catches_up():
-    def find(catch_up_tokens: int) -> float:
-        return decodes.find_least_slack_s(10.0, catch_up_tokens=catch_up_tokens, decode_s=0.03)
-
-    # Two have 2 and 5 tokens: with the next one they have had 2 and 5 gaps.
-    decodes = make_decodes(("new", 9.85, 2, 0.1), ("older", 9.55, 5, 0.1))
-    assert find(0) == find(3) == pytest.approx(0.5 - 0.45)
-    assert find(8) == pytest.approx(min(0.2 - 0.15 + 5 * 0.07, 0.5 - 0.45 + 2 * 0.07))
-    decodes = make_decodes(("new", 9.85, 2, 0.1))
-    assert find(8) == pytest.approx(0.05 + 5 * 0.07)
-    assert decodes.find_least_slack_s(10.0, catch_up_tokens=8, decode_s=0.2) == pytest.approx(0.05)  # never catches up
-    beside = make_batch(num_decodes=1, decode_context_tokens=100)
-    rooms = [bind(decodes, catch_up_tokens=tokens).limits(10.0, beside).prefill_budget_tokens for tokens in (0, 8)]
-    assert rooms[0] < rooms[1]
-    begins = make_batch(num_decodes=2, decode_context_tokens=100)
-    rooms = [bind(decodes, catch_up_tokens=tokens).limits(10.0, begins).prefill_budget_tokens for tokens in (0, 1, 8)]
-    assert rooms[0] == rooms[1] < rooms[2]
 
 
 def test_nobody_waits_for_a_decode_that_has_lost_its_objective():
@@ -217,13 +194,13 @@ def test_prompts_beside_long_answers_near_their_objective_are_in_time(share: flo
         pack_share=0.0,
         late_share=1.0,
         overload_order=OverloadOrder.DEADLINE,
-        catch_up_tokens=0,
+        pace_share=0.0,
     )
     simulation = Simulation(Cell(engines=engines, strategy=SLUICE, parameters=parameters), arrivals)
     assert simulation.run()
     num_in_time = sum(request.ttft_s is not None and request.ttft_s <= slo.ttft_s for request in simulation.requests)
     assert (num_in_time > 75) == is_served
-    assert num_in_time > 75 or num_in_time < 40
+    assert num_in_time > 75 or num_in_time < 65
 
 
 def test_each_decode_asks_once_where_it_should_run_and_keeps_its_slack():

@@ -237,6 +237,10 @@ class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
         queued_prefill_tokens: Prefill tokens not yet computed, waiting and running, pulls left out.
         queued_requests: Requests with such tokens.
         queued_attention_work: Sum over them of ``c * (context + c / 2)``, in token pairs.
+        late_prefill_tokens: Of these tokens, those that are computed after all others, since they will miss their TTFT
+            SLO in any case.
+        late_requests: Requests with such tokens.
+        late_attention_work: Their attention work.
         running_decodes: Decodes that run.
         decode_context_tokens: Sum of their contexts.
         pulling_requests: Requests that wait for KV from another engine.
@@ -262,6 +266,9 @@ class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     queued_prefill_tokens: int = 0
     queued_requests: int = 0
     queued_attention_work: float = 0.0
+    late_prefill_tokens: int = 0
+    late_requests: int = 0
+    late_attention_work: float = 0.0
     running_decodes: int = 0
     decode_context_tokens: int = 0
     pulling_requests: int = 0

@@ -98,7 +98,13 @@ def test_every_number_of_the_load_and_the_counters_has_a_metric():
     named = {field for _, field, _ in (*LOAD_GAUGES, *LOAD_COUNTERS, *SERVER_COUNTERS)}
     expected = {*core_messages.SchedulerLoad.__struct_fields__, *ServerCounters.__dataclass_fields__}
     of_the_moment = {"prefill_phase_s", "saved_tpot_s"}
-    assert expected - named - of_the_moment == {"finished", "is_draining", "generation", "queued_attention_work"}
+    assert expected - named - of_the_moment == {
+        "finished",
+        "is_draining",
+        "generation",
+        "queued_attention_work",
+        "late_attention_work",
+    }
 
 
 def test_readiness_follows_the_engine_and_liveness_does_not(address):

@@ -9,6 +9,7 @@ import pytest
 from test_grant_table import Pool
 
 from sluice_core.kv_blocks import KvBlocks
+from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.strategies import DEFAULT_STRATEGY, get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
@@ -217,12 +218,47 @@ def test_the_load_says_what_waits_runs_and_has_moved() -> None:
         num_recomputed_pulls=5,
     )
     assert (
-        measure_load(plan, tracker, kv, pulls=pulls, hand_offs=hand_offs, num_preemptions=3, num_suspended=8)
+        measure_load(plan, tracker, kv, pulls=pulls, hand_offs=hand_offs, num_preemptions=3, num_suspended=8, now_s=0.0)
         == expected
     )
     tracker.decode_context_tokens = -5
-    load = measure_load(plan, tracker, kv, pulls=pulls, hand_offs=hand_offs, num_preemptions=3, num_suspended=8)
+    load = measure_load(
+        plan, tracker, kv, pulls=pulls, hand_offs=hand_offs, num_preemptions=3, num_suspended=8, now_s=0.0
+    )
     assert load.decode_context_tokens == 0
+
+
+def test_the_load_says_which_prompts_go_behind_all_others() -> None:
+    tracker = RequestTracker(get_strategy("sluice").make_engine(StrategyParameters()))
+    tracker.adopt(tracker.policy, load_model_on_gpu("qwen2.5-14b", "a100-80g", 1).profile)
+    for name, ttft_slo_s in (("late", 1.0), ("timely", 9.0)):
+        tracker.add(
+            TrackedRequest(
+                request=make_request(name, 100),
+                extras=RequestExtras(ttft_slo_s=ttft_slo_s),
+                kind=RequestKind.NEW_PROMPT,
+                arrival_s=NOW_S,
+                user_priority=0,
+            )
+        )
+    none: Any = SimpleNamespace(bytes_per_s=0.0, num_moved_in=0, num_recomputed=0, num_moved_out=0)
+    plan = ConfigureCommand(generation=9, role="P-heavy", chunk_size_tokens=256, is_draining=False)
+
+    def measure(now_s: float) -> tuple[int, int, int, float]:
+        load = measure_load(
+            plan,
+            tracker,
+            KvBlocks(total=99, used=50),
+            pulls=none,
+            hand_offs=none,
+            num_preemptions=0,
+            num_suspended=0,
+            now_s=now_s,
+        )
+        return load.queued_prefill_tokens, load.late_prefill_tokens, load.late_requests, load.late_attention_work
+
+    assert measure(NOW_S) == (200, 0, 0, 0.0)
+    assert measure(NOW_S + 2.0) == (200, 100, 1, 5000.0)
 
 
 def test_kv_counts_grants_apart_and_shared_pinned_blocks_once() -> None:

@@ -148,7 +148,7 @@ _PARAMETER_READERS: dict[str, Callable[[str], object]] = {
     "tpot_share": _read_number(0.0, 1.0),
     "least_prefill_share": _read_number(0.0, 1.0),
     "late_ttft_factor": _read_number(1.0, 4.0),
-    "catch_up_tokens": _read_count(0, 65_536),
+    "pace_share": _read_number(0.0, 1.0),
     "late_share": _read_number(0.0, 1.0),
     "overload_order": lambda text: OverloadOrder(_read_choice(OverloadOrder)(text)),
     "pack_share": _read_number(0.0, 1.0),

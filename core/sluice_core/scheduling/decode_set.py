@@ -392,21 +392,15 @@ class DecodeSet:
         now: float,
         num_gaps: int = 1,
         lost_s: float = math.inf,
-        *,
-        catch_up_tokens: int = 0,
-        decode_s: float = 0.0,
     ) -> float:
         """Compute the longest time that further gaps may take together so that no ranked decode's TPOT exceeds alpha.
 
-        Decodes that are behind by more than ``lost_s`` stay out for ``LOST_BACK_OFF_S``: O(those), and O(SLOs). With
-        ``catch_up_tokens`` it is O(those that have fewer tokens) too.
+        Decodes that are behind by more than ``lost_s`` stay out for ``LOST_BACK_OFF_S``: O(those), and O(SLOs).
 
         Args:
             now: When the first gap begins, in seconds on the caller's clock.
             num_gaps: Gaps.
             lost_s: See above.
-            catch_up_tokens: A decode may be behind until it has so many tokens, as far as it catches up by then.
-            decode_s: How long an iteration of the decodes alone takes.
 
         Returns:
             Seconds, negative when a decode is behind; ``math.inf`` without a ranked decode.
@@ -416,13 +410,8 @@ class DecodeSet:
             due_s = self._alpha * tpot_slo_s * (self._iteration + num_gaps) - now
             while order and due_s - order[-1][0] < -lost_s:
                 self.back_off(order[-1][2], now + LOST_BACK_OFF_S)
-            per_token_s = max(0.0, self._alpha * tpot_slo_s - decode_s)
-            for key, _, decode in reversed(order):
-                slack_s = due_s - key
-                if slack_s >= least_s:
-                    break
-                num_left = catch_up_tokens - (self._iteration + num_gaps - decode.start_iteration)
-                least_s = min(least_s, slack_s + max(0, num_left) * per_token_s)
+            if order:
+                least_s = min(least_s, due_s - order[-1][0])
         return least_s
 
     def propose(self, decode: Decode, until_s: float) -> None:

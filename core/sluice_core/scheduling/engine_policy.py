@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import IterationShape, MoveCause, MoveProposal, RequestId, Role
@@ -168,6 +168,23 @@ class BatchLimits:
         return not (self.runs_started_prefills if kind is RequestKind.STARTED_PREFILL else self.runs_recompute)
 
 
+class LatePrefills(NamedTuple):
+    """What an engine computes after all other prompts, since it will miss its TTFT SLO in any case.
+
+    Args:
+        requests: Its prompts.
+        tokens: Their tokens that are not computed.
+        attention_work: Of these tokens, as in ``IterationShape``.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    attention_work: float = 0.0
+
+
+NONE_LATE: Final = LatePrefills()
+
+
 class PrefillSelector:
     """Chooses whose prompts an engine computes next, where that changes while they wait; kept for one engine.
 
@@ -194,6 +211,14 @@ class PrefillSelector:
     def advance(self, request_id: RequestId, num_computed_tokens: int) -> None:
         """Note what a prompt has computed; more than 0: it has started, and holds KV blocks."""
         raise NotImplementedError
+
+    def count_late(self, now: float) -> LatePrefills:  # noqa: ARG002 - for overrides
+        """Count the prompts that go behind all others, so that a new one in time does not wait for them.
+
+        Args:
+            now: Seconds on the caller's clock.
+        """
+        return NONE_LATE
 
     def remove(self, request_id: RequestId) -> None:
         """Forget a prompt whose last chunk was scheduled, or that leaves otherwise; an unknown one is no error."""

@@ -39,6 +39,9 @@ class EngineLoad:
         queued_prefill_tokens: Prefill tokens not yet computed, waiting and running.
         queued_requests: Requests with such tokens.
         queued_attention_work: Their attention work, as in ``IterationShape``.
+        late_prefill_tokens: Of these tokens, those that it computes after all others (``LatePrefills``).
+        late_requests: Their requests.
+        late_attention_work: Their attention work.
         running_decodes: Decodes that run.
         decode_context_tokens: Sum of their contexts.
         kv_blocks_total: KV blocks of the engine.
@@ -56,6 +59,9 @@ class EngineLoad:
     queued_prefill_tokens: int = 0
     queued_requests: int = 0
     queued_attention_work: float = 0.0
+    late_prefill_tokens: int = 0
+    late_requests: int = 0
+    late_attention_work: float = 0.0
     running_decodes: int = 0
     decode_context_tokens: int = 0
     kv_blocks_total: int = 0
@@ -78,7 +84,8 @@ class EngineView:
         engine_id: The engine.
         role: Its role.
         queued_prefill_tokens: Its queue, own placements included.
-        free_at_s: When the queue is empty, on the caller's clock.
+        free_at_s: When the queue is empty but for what goes behind all others, on the caller's clock.
+        late_s: How long that takes.
         per_token_s: Prefill time per token.
         per_work_s: Prefill time per token pair of attention.
         per_iteration_s: Time of each iteration beside its prefill tokens.
@@ -100,6 +107,7 @@ class EngineView:
         "free_at_s",
         "is_of_others",
         "is_proven",
+        "late_s",
         "per_iteration_s",
         "per_token_s",
         "per_work_s",
@@ -117,6 +125,7 @@ class EngineView:
         role: Role,
         queued_prefill_tokens: int,
         free_at_s: float,
+        late_s: float,
         per_token_s: float,
         per_work_s: float,
         per_iteration_s: float,
@@ -133,6 +142,7 @@ class EngineView:
         self.role = role
         self.queued_prefill_tokens = queued_prefill_tokens
         self.free_at_s = free_at_s
+        self.late_s = late_s
         self.per_token_s = per_token_s
         self.per_work_s = per_work_s
         self.per_iteration_s = per_iteration_s
@@ -152,7 +162,7 @@ Entry: TypeAlias = tuple[
     int,  # queued prefill tokens, plus the margin for an engine of another router's share
     int,  # rank among equal queues: 0 for P-heavy engines and where all chunk sizes are equal, 1 for D-heavy ones
     int,  # number, unique per engine; the order ends here
-    float,  # free_at_s: when the prefill queue is empty, on the caller's clock
+    float,  # free_at_s: see ``EngineView``
     float,  # least_token_s: seconds per prompt token at least, with transfer and the share of a full iteration
     float,  # square_s: seconds per squared prompt token (attention)
     float,  # token_s: seconds per prompt token, with transfer
@@ -203,7 +213,8 @@ class EngineState:
         reported_at_s: When it was received, on the caller's clock; None before the first.
         room_tokens: Prefill budget beside the reported decodes.
         queued_prefill_tokens: Reported queue plus own placements since.
-        free_at_s: When that queue is empty, on the caller's clock.
+        free_at_s: When that queue is empty but for what goes behind all others, on the caller's clock.
+        late_s: How long that takes.
         reserved_kv_blocks: KV blocks that queued prompts and own placements will take.
         recovery_free_at_s: When its recoveries are done at ``RECOVERY_SHARE`` of its time.
         in_flight: Own placements that no report includes yet, oldest first.
@@ -224,6 +235,7 @@ class EngineState:
     room_tokens: int = 0
     queued_prefill_tokens: int = 0
     free_at_s: float = 0.0
+    late_s: float = 0.0
     reserved_kv_blocks: int = 0
     recovery_free_at_s: float = 0.0
     in_flight: dict[RequestId, InFlight] = field(default_factory=dict)

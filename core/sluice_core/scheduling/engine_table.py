@@ -312,16 +312,15 @@ class EngineTable:
             # that is fast enough.
             if fitting.tokens or num_decodes:
                 state.room_tokens = fitting.tokens
-        queue_s = 0.0
-        if load.queued_prefill_tokens > 0:
-            queue_s = state.latency.estimate_prefill_s(
-                tokens=load.queued_prefill_tokens,
-                attention_work=load.queued_attention_work,
-                num_prompts=load.queued_requests,
-                room_tokens=state.room_tokens,
-                num_decodes=num_decodes,
-                decode_context_tokens=context_tokens,
-            )
+        state.late_s = self._estimate_queue_s(
+            state, load.late_prefill_tokens, load.late_attention_work, load.late_requests
+        )
+        queue_s = self._estimate_queue_s(
+            state,
+            load.queued_prefill_tokens - load.late_prefill_tokens,
+            max(0.0, load.queued_attention_work - load.late_attention_work),
+            load.queued_requests - load.late_requests,
+        )
         reported_at_s = state.reported_at_s or 0.0
         queued_blocks = blocks_for_tokens(load.queued_prefill_tokens, state.config.block_size_tokens)
         state.queued_prefill_tokens = load.queued_prefill_tokens
@@ -333,6 +332,20 @@ class EngineTable:
             state.free_at_s = max(placement.placed_at_s, state.free_at_s) + placement.execute_s
             state.reserved_kv_blocks += placement.blocks
         self._publish_view(state, self._make_view(state))
+
+    def _estimate_queue_s(self, state: EngineState, tokens: int, attention_work: float, num_prompts: int) -> float:
+        """Estimate how long reported prompts take beside the decodes."""
+        if tokens <= 0:
+            return 0.0
+        num_decodes, context_tokens = self._find_decodes_beside(state)
+        return state.latency.estimate_prefill_s(
+            tokens=tokens,
+            attention_work=attention_work,
+            num_prompts=num_prompts,
+            room_tokens=state.room_tokens,
+            num_decodes=num_decodes,
+            decode_context_tokens=context_tokens,
+        )
 
     def _make_view(self, state: EngineState) -> EngineView:
         """Gather what a placement needs to know of an engine."""
@@ -347,6 +360,7 @@ class EngineTable:
             role=state.role,
             queued_prefill_tokens=state.queued_prefill_tokens,
             free_at_s=state.free_at_s,
+            late_s=state.late_s,
             per_token_s=prefill.per_token_s,
             per_work_s=prefill.per_work_s,
             per_iteration_s=prefill.per_iteration_s,
@@ -415,6 +429,7 @@ def _count_placement(view: EngineView, state: EngineState, blocks: int) -> Engin
         role=view.role,
         queued_prefill_tokens=state.queued_prefill_tokens,
         free_at_s=state.free_at_s,
+        late_s=view.late_s,
         per_token_s=view.per_token_s,
         per_work_s=view.per_work_s,
         per_iteration_s=view.per_iteration_s,

@@ -44,10 +44,10 @@ def fit_prefill_budget(
         decode_context_tokens: Sum of their contexts.
         least_prefill_s: Time that prefills have beside decodes in any case, whatever the limit.
     """
-    least_s = _estimate_s(latency, 0, num_decodes, decode_context_tokens)
+    least_s = estimate_chunk_s(latency, 0, num_decodes, decode_context_tokens)
     if num_decodes and least_prefill_s > 0.0:
         limit_s = max(limit_s, least_s + least_prefill_s)
-    most_s = _estimate_s(latency, most_tokens, num_decodes, decode_context_tokens)
+    most_s = estimate_chunk_s(latency, most_tokens, num_decodes, decode_context_tokens)
     low, low_s, high = 0, least_s, most_tokens
     if most_s <= limit_s:
         low, low_s = most_tokens, most_s
@@ -55,7 +55,7 @@ def fit_prefill_budget(
         return PrefillBudget(0, 0.0)
     while high - low > 1 + (low >> 7):
         middle = (low + high) >> 1
-        middle_s = _estimate_s(latency, middle, num_decodes, decode_context_tokens)
+        middle_s = estimate_chunk_s(latency, middle, num_decodes, decode_context_tokens)
         if middle_s <= limit_s:
             low, low_s = middle, middle_s
         else:
@@ -66,8 +66,8 @@ def fit_prefill_budget(
     return PrefillBudget(low, coefficients.per_work_s * low / (low_s - least_s))
 
 
-def _estimate_s(latency: LatencyModel, tokens: int, num_decodes: int, decode_context_tokens: int) -> float:
-    """Estimate an iteration with one chunk that needs no attention."""
+def estimate_chunk_s(latency: LatencyModel, tokens: int, num_decodes: int, decode_context_tokens: int) -> float:
+    """Estimate an iteration with one chunk that needs no attention, in seconds."""
     return latency.estimate_shape_s(
         IterationShape(
             prefill_tokens=tokens, num_chunks=1, num_decodes=num_decodes, decode_context_tokens=decode_context_tokens

@@ -111,7 +111,8 @@ class SlackEngine(SlackBatching):
         """See ``EnginePolicy.make_selector``."""
         if not self._selects_by_slack:
             return None
-        return DeadlineSelector(PrefillPredictor(latency), PrefillOrder.S_EDF)
+        self._prompts = DeadlineSelector(PrefillPredictor(latency), PrefillOrder.S_EDF)
+        return self._prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from sluice_core.scheduling.engine_policy import RequestKind
+from sluice_core.scheduling.engine_policy import NONE_LATE, RequestKind
 from sluice_engine.core_messages import SchedulerLoad
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def measure_load(
     hand_offs: OutgoingHandOffs,
     num_preemptions: int,
     num_suspended: int,
+    now_s: float,
     phase: PhaseReport | None = None,
     num_phase_switches: int = 0,
 ) -> SchedulerLoad:
@@ -39,13 +40,18 @@ def measure_load(
         hand_offs: Requests on their way out.
         num_preemptions: Since the start.
         num_suspended: Prefills that made way, since the start.
+        now_s: Monotonic time.
         phase: Where the engine is, with a policy that separates phases.
         num_phase_switches: Since the start.
     """
+    late = NONE_LATE if tracker.selector is None else tracker.selector.count_late(now_s)
     return SchedulerLoad(
         queued_prefill_tokens=tracker.queued_prefill_tokens,
         queued_requests=tracker.num_queued,
         queued_attention_work=tracker.queued_attention_work,
+        late_prefill_tokens=late.tokens,
+        late_requests=late.requests,
+        late_attention_work=late.attention_work,
         running_decodes=tracker.count(RequestKind.DECODE),
         # A decode that ends in the iteration in which it began was never in the sum.
         decode_context_tokens=max(0, tracker.decode_context_tokens),

@@ -379,6 +379,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         return self._moves.propose(now_s, self._kv_usage.measure())
 
     def _measure_load(self) -> core_messages.SchedulerLoad:
+        now_s = time.monotonic()
         return measure_load(
             self._plan.command,
             self._tracker,
@@ -387,7 +388,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             hand_offs=self._hand_offs,
             num_preemptions=self._num_preemptions,
             num_suspended=self._selection.num_suspended,
-            phase=self._phases.describe(time.monotonic(), is_prefilling=self._is_prefilling()),
+            now_s=now_s,
+            phase=self._phases.describe(now_s, is_prefilling=self._is_prefilling()),
             num_phase_switches=self._phases.num_switches,
         )
 

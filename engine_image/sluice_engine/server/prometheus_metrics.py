@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 LOAD_GAUGES = (
     ("queued_prefill_tokens", "queued_prefill_tokens", "Prefill tokens not yet computed."),
     ("queued_requests", "queued_requests", "Requests with such tokens."),
+    ("late_prefill_tokens", "late_prefill_tokens", "Of these tokens, those that will miss their TTFT SLO and go last."),
+    ("late_requests", "late_requests", "Requests with such tokens."),
     ("running_decodes", "running_decodes", "Decodes that run."),
     ("decode_context_tokens", "decode_context_tokens", "Sum of their contexts."),
     ("pulling_requests", "pulling_requests", "Requests that wait for KV from another engine."),

@@ -1391,6 +1391,9 @@ class LoadReport(_message.Message):
     IS_OF_OTHERS_FIELD_NUMBER: _builtins.int
     PREFILL_PHASE_S_FIELD_NUMBER: _builtins.int
     SAVED_TPOT_S_FIELD_NUMBER: _builtins.int
+    LATE_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    LATE_REQUESTS_FIELD_NUMBER: _builtins.int
+    LATE_ATTENTION_WORK_FIELD_NUMBER: _builtins.int
     last_submit_number: _builtins.int
     """Last submit of this router that the report includes."""
     queued_prefill_tokens: _builtins.int
@@ -1447,6 +1450,14 @@ class LoadReport(_message.Message):
     """Mean saved TPOT of the decodes that were there before that phase: tokens so far * objective - time since the first
     token, in seconds; absent without a decode that has an objective.
     """
+    late_prefill_tokens: _builtins.int
+    """Of queued_prefill_tokens: those that the engine computes after all others, since they will miss their TTFT SLO in
+    any case. A new prompt in time does not wait for them.
+    """
+    late_requests: _builtins.int
+    """Requests with such tokens."""
+    late_attention_work: _builtins.float
+    """Their attention work, as in queued_attention_work."""
     @_builtins.property
     def iteration(self) -> Global___Iteration:
         """The iteration that this message follows; absent in idle reports."""
@@ -1478,10 +1489,13 @@ class LoadReport(_message.Message):
         is_of_others: _builtins.bool = ...,
         prefill_phase_s: _builtins.float = ...,
         saved_tpot_s: _builtins.float | None = ...,
+        late_prefill_tokens: _builtins.int = ...,
+        late_requests: _builtins.int = ...,
+        late_attention_work: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s", "iteration", b"iteration", "saved_tpot_s", b"saved_tpot_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s", "chunk_size_tokens", b"chunk_size_tokens", "decode_context_tokens", b"decode_context_tokens", "is_draining", b"is_draining", "is_of_others", b"is_of_others", "iteration", b"iteration", "iteration_age_s", b"iteration_age_s", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_submit_number", b"last_submit_number", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "num_preemptions", b"num_preemptions", "num_recomputed_pulls", b"num_recomputed_pulls", "prefill_phase_s", b"prefill_phase_s", "pull_bytes_per_s", b"pull_bytes_per_s", "pulling_requests", b"pulling_requests", "queued_attention_work", b"queued_attention_work", "queued_prefill_tokens", b"queued_prefill_tokens", "queued_requests", b"queued_requests", "running_decodes", b"running_decodes", "saved_tpot_s", b"saved_tpot_s", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s", "chunk_size_tokens", b"chunk_size_tokens", "decode_context_tokens", b"decode_context_tokens", "is_draining", b"is_draining", "is_of_others", b"is_of_others", "iteration", b"iteration", "iteration_age_s", b"iteration_age_s", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_submit_number", b"last_submit_number", "late_attention_work", b"late_attention_work", "late_prefill_tokens", b"late_prefill_tokens", "late_requests", b"late_requests", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "num_preemptions", b"num_preemptions", "num_recomputed_pulls", b"num_recomputed_pulls", "prefill_phase_s", b"prefill_phase_s", "pull_bytes_per_s", b"pull_bytes_per_s", "pulling_requests", b"pulling_requests", "queued_attention_work", b"queued_attention_work", "queued_prefill_tokens", b"queued_prefill_tokens", "queued_requests", b"queued_requests", "running_decodes", b"running_decodes", "saved_tpot_s", b"saved_tpot_s", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__saved_tpot_s: _TypeAlias = _typing.Literal["saved_tpot_s"]  # noqa: Y015
     _WhichOneofArgType__saved_tpot_s: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s"]  # noqa: Y015

@@ -3,15 +3,17 @@
 A decode's *slack* is the time until its TPOT so far passes its share of the objective. An iteration gets as many
 prefill tokens as end before the least slack of all is used up. Without decodes the chunk size alone limits it.
 
-TPOT is a mean over the answer. So a decode may be behind while it has fewer than ``catch_up_tokens`` tokens, as far as
-iterations of decodes alone let it catch up by then.
-
 Prompts get a share of the TPOT objective in any case. Decodes that have just begun have no slack yet, and one that is
 behind catches up by a millisecond or two an iteration: prompts that waited for these would be late by seconds.
+
+Where decodes alone take most of their TPOT objective, prompts get no more than they need (``_find_cheapest``). Up to
+some tens of tokens a chunk costs an iteration hardly any time, since it waits for memory. So prompts that have time
+until their deadlines take it, in chunks that are cheap.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from sluice_core.latency import LatencyModel
@@ -20,10 +22,14 @@ from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import MAX_STANDING_PROPOSALS, make_proposal, propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch
-from sluice_core.scheduling.prefill_budget import fit_prefill_budget
+from sluice_core.scheduling.prefill_budget import estimate_chunk_s, fit_prefill_budget
+from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
 from sluice_core.strategy_parameters import StrategyParameters
 
+SCARCE_SHARE: Final = 0.8  # of the TPOT objective that decodes alone take, from which on prompts get what they need
 LOST_SLACK_S: Final = 1.0  # nobody waits for a decode that is behind by more: that would take dozens of iterations
+_STEP_TOKENS: Final = 16
+_TRIED_PER_STEP: Final = 8  # chunks that are tried before the steps double
 
 
 class SlackBatching(ChunkedPrefillPolicy):
@@ -40,10 +46,11 @@ class SlackBatching(ChunkedPrefillPolicy):
         super().__init__(counts_decodes=counts_decodes)
         self._tpot_share = parameters.tpot_share
         self._least_prefill_share = parameters.least_prefill_share
-        self._catch_up_tokens = parameters.catch_up_tokens
+        self._pace_share = parameters.pace_share
         self._packs = parameters.pack_share > 0.0
         self._decodes: DecodeSet | None = None
         self._latency: LatencyModel | None = None
+        self._prompts: DeadlineSelector | None = None  # whose deadlines are known
 
     def bind(self, decodes: DecodeSet, latency: LatencyModel) -> None:
         """See ``EnginePolicy.bind``."""
@@ -56,17 +63,23 @@ class SlackBatching(ChunkedPrefillPolicy):
         num_prefills = engine.num_new_prompts + engine.num_started_prefills + engine.num_recomputing
         if self._decodes is None or self._latency is None or not num_prefills or not room_tokens:
             return room_tokens
-        ahead = engine.num_decodes + engine.num_joining
+        latency, decodes = self._latency, self._decodes
+        num_decodes = engine.num_decodes + engine.num_joining
+        tpot_slo_s = decodes.least_tpot_slo_s if len(decodes) else 0.0
         room = fit_prefill_budget(
-            self._latency,
-            self._find_limit_s(now, engine, self._decodes, self._latency),
+            latency,
+            self._find_limit_s(now, engine, decodes),
             room_tokens,
-            ahead,
+            num_decodes,
             engine.decode_context_tokens,
-            least_prefill_s=self._least_prefill_share * self._decodes.least_tpot_slo_s if len(self._decodes) else 0.0,
+            least_prefill_s=self._least_prefill_share * tpot_slo_s,
         )
         self._room_per_work = room.per_work
-        return room.tokens
+        if self._prompts is None or engine.num_recomputing or not self._is_scarce(engine, latency, tpot_slo_s):
+            return room.tokens
+        room_s = estimate_chunk_s(latency, room.tokens, num_decodes, engine.decode_context_tokens)
+        need = self._prompts.find_pace(now + engine.under_way_s) / self._pace_share * room_s
+        return room.tokens if need >= room.tokens else _find_cheapest(latency, int(need), room.tokens, num_decodes)
 
     def propose(self, now: float, engine: DecodeSet) -> list[MoveProposal]:
         """See ``EnginePolicy.propose``: each decode that begins here asks once whether it fares better elsewhere."""
@@ -79,22 +92,44 @@ class SlackBatching(ChunkedPrefillPolicy):
             for decode in engine.take_new_here(MAX_STANDING_PROPOSALS)
         ]
 
-    def _find_limit_s(self, now: float, engine: EngineBatch, decodes: DecodeSet, latency: LatencyModel) -> float:
+    def _is_scarce(self, engine: EngineBatch, latency: LatencyModel, tpot_slo_s: float) -> bool:
+        """Say whether decodes alone take so much of their objective that each prefill token counts."""
+        if not self._pace_share or not engine.num_decodes:
+            return False
+        decodes = IterationShape(num_decodes=engine.num_decodes, decode_context_tokens=engine.decode_context_tokens)
+        return latency.estimate_shape_s(decodes) >= SCARCE_SHARE * tpot_slo_s
+
+    def _find_limit_s(self, now: float, engine: EngineBatch, decodes: DecodeSet) -> float:
         """Find how long the next iteration may take."""
         decodes.refresh_ranking(now, min_tokens=0, alpha=self._tpot_share)
-        decode_s = latency.estimate_shape_s(
-            IterationShape(num_decodes=engine.num_decodes, decode_context_tokens=engine.decode_context_tokens)
-        )
-        slack_s = decodes.find_least_slack_s(
-            now,
-            1 + engine.num_under_way,
-            LOST_SLACK_S,
-            catch_up_tokens=self._catch_up_tokens,
-            decode_s=decode_s,
-        )
-        limit_s = slack_s - engine.under_way_s
+        limit_s = decodes.find_least_slack_s(now, 1 + engine.num_under_way, LOST_SLACK_S) - engine.under_way_s
         if engine.num_decodes + engine.num_joining > len(decodes):
-            # Some begin with the iteration under way, or have just come: they have one gap, and what they catch up.
-            gap_s = self._tpot_share * decodes.least_tpot_slo_s
-            limit_s = min(limit_s, gap_s + max(0, self._catch_up_tokens - 1) * max(0.0, gap_s - decode_s))
+            # Some begin with the iteration under way, or have just come: they have one gap.
+            limit_s = min(limit_s, self._tpot_share * decodes.least_tpot_slo_s)
         return limit_s
+
+
+def _find_cheapest(latency: LatencyModel, least_tokens: int, most_tokens: int, num_decodes: int) -> int:
+    """Find the chunk whose tokens cost decodes the least time each, of those with which prompts are in time.
+
+    Tokens of all kinds go through the same multiplications, which take steps of 16 tokens. So chunks end at these.
+
+    Args:
+        latency: How long the engine's iterations take.
+        least_tokens: What prompts need.
+        most_tokens: What decodes spare.
+        num_decodes: Decodes of the iteration.
+    """
+    alone_s = latency.estimate_shape_s(IterationShape(num_decodes=num_decodes))
+    best, least_s = most_tokens, math.inf
+    step, num_tried = _STEP_TOKENS, 0
+    tokens = -(-(max(1, least_tokens) + num_decodes) // step) * step - num_decodes
+    while tokens <= most_tokens:
+        token_s = (estimate_chunk_s(latency, tokens, num_decodes, 0) - alone_s) / tokens
+        if token_s < least_s:
+            best, least_s = tokens, token_s
+        num_tried += 1
+        if num_tried % _TRIED_PER_STEP == 0:
+            step *= 2
+        tokens += step
+    return best

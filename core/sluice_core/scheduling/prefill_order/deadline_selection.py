@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from sluice_core.records import RequestId
-from sluice_core.scheduling.engine_policy import EngineBatch
+from sluice_core.scheduling.engine_policy import NONE_LATE, EngineBatch, LatePrefills
 from sluice_core.scheduling.prefill_order.ordered_selection import OrderedSelector
 
 
@@ -25,3 +27,30 @@ class DeadlineSelector(OrderedSelector):
             selected.append(prefill.request_id)
             num_tokens += prefill.remaining_tokens
         return selected
+
+    def count_late(self, now: float) -> LatePrefills:
+        """See ``PrefillSelector.count_late``."""
+        late = self._order.list_late(now)
+        if not late:
+            return NONE_LATE
+        return LatePrefills(
+            len(late),
+            sum(prefill.remaining_tokens for prefill in late),
+            sum(prefill.remaining_work for prefill in late),
+        )
+
+    def find_pace(self, now: float) -> float:
+        """Find the tokens per second with which all prompts are in time; ``math.inf``: one will be late.
+
+        Args:
+            now: Seconds on the caller's clock.
+        """
+        pace = 0.0
+        num_tokens = 0
+        for prefill in self._order:
+            left_s = prefill.deadline_s - now
+            if prefill.is_late or left_s <= 0.0:
+                return math.inf
+            num_tokens += prefill.remaining_tokens
+            pace = max(pace, num_tokens / left_s)
+        return pace

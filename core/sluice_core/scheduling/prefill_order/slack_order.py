@@ -144,6 +144,10 @@ class SlackOrder:
             return self._timely[0][2]
         return self._late[0][2] if self._late else None
 
+    def list_late(self, now: float) -> list[QueuedPrefill]:
+        """List those that will be late, whether ``update`` has found out or not: O(all)."""
+        return [prefill for prefill in self if prefill.is_late or prefill.late_from_s <= now]
+
     def add(self, prefill: QueuedPrefill) -> None:
         """Add a prefill; ``update`` finds out whether it is late."""
         prefill.is_late = False

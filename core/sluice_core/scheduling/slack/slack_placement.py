@@ -51,20 +51,22 @@ class SlackPlacement(LengthAwarePlacement):
         if not candidates:
             return Hold(request_id=request.request_id, reason=assign_pass.explain_no_candidate())
         credit_s = self._get_credit_s(assign_pass, request)
+        deadline_s = request.arrival_s + request.slo.ttft_s
         entry = self._find_first_done(assign_pass, request, candidates, credit_s)
         if entry is None:
             fits = any(get_view(other).available_tokens >= request.prompt_tokens for other in candidates)
             return Hold(request_id=request.request_id, reason="seats" if fits else "kv")
-        done_s = assign_pass.estimate_done_s(request, get_view(entry))
-        deadline_s = request.arrival_s + request.slo.ttft_s
+        view = get_view(entry)
+        done_s = assign_pass.estimate_done_s(request, view)
         is_feasible = done_s < deadline_s
         rejected = None if is_feasible else reject_late(assign_pass, request, candidates, deadline_s)
         if rejected is not None:
             return rejected
-        free_at_s = entry[3]
-        if credit_s and free_at_s - assign_pass.now > credit_s:
+        # One that will be late waits on the engine behind those that are. So these count for it alone.
+        ahead_s = view.free_at_s - assign_pass.now + (0.0 if is_feasible else view.late_s)
+        if credit_s and ahead_s > credit_s:
             return Hold(request_id=request.request_id, reason="late_binding")
-        self.waiting_order.note_placed(assign_pass.now, request, done_s - max(free_at_s, assign_pass.now))
+        self.waiting_order.note_placed(assign_pass.now, request, done_s - max(view.free_at_s, assign_pass.now))
         self.packing.note_placed(request.prompt_tokens)
         return assign_pass.place(request, entry, "feasible" if is_feasible else "least_late", is_feasible=is_feasible)
 
