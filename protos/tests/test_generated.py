@@ -50,7 +50,7 @@ def _float_fields() -> list[FieldDescriptor]:
 
 
 # Pure numbers, probabilities and vLLM's own parameter names carry no unit.
-UNITLESS = {"attention_work", "queued_attention_work", "logprob", "top_logprobs"} | {
+UNITLESS = {"attention_work", "queued_attention_work", "late_attention_work", "logprob", "top_logprobs"} | {
     field.name for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
 }
 
