@@ -140,12 +140,14 @@ def test_what_is_computed_anew_is_not_kept_waiting():
     assert policy.limits(NOW, recomputing).prefill_budget_tokens > 2 * paced
 
 
-def test_an_engine_without_decodes_computes_prompts_at_once():
+@pytest.mark.parametrize("num_decodes", [0, 1], ids=["none", "one that has not begun"])
+def test_an_engine_without_known_decodes_computes_prompts_at_once(num_decodes):
     policy = bind(DecodeSet(block_size_tokens=16, max_num_seqs=256))
     selector = policy.make_selector(A100)
     selector.add(RequestId("a"), arrival_s=NOW, ttft_slo_s=9.0, priority=0, tokens=1000)
-    selector.select(NOW, make_batch())
-    assert policy.limits(NOW, make_batch()).prefill_budget_tokens == 2048
+    batch = make_batch(num_decodes=num_decodes)
+    selector.select(NOW, batch)
+    assert policy.limits(NOW, batch).prefill_budget_tokens == 2048 - num_decodes
 
 
 @pytest.mark.parametrize("schedules_ahead", [False, True])

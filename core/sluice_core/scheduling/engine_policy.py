@@ -220,6 +220,14 @@ class PrefillSelector:
         """
         return NONE_LATE
 
+    def find_pace(self, now: float) -> float:  # noqa: ARG002 - for overrides
+        """Find the tokens per second with which all prompts are in time; ``math.inf``: one will be late, or nobody knows.
+
+        Args:
+            now: Seconds on the caller's clock.
+        """
+        return math.inf
+
     def remove(self, request_id: RequestId) -> None:
         """Forget a prompt whose last chunk was scheduled, or that leaves otherwise; an unknown one is no error."""
         raise NotImplementedError

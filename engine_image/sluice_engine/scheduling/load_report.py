@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sluice_core.scheduling.engine_policy import NONE_LATE, RequestKind
 from sluice_engine.core_messages import SchedulerLoad
@@ -44,14 +44,8 @@ def measure_load(
         phase: Where the engine is, with a policy that separates phases.
         num_phase_switches: Since the start.
     """
-    late = NONE_LATE if tracker.selector is None else tracker.selector.count_late(now_s)
     return SchedulerLoad(
-        queued_prefill_tokens=tracker.queued_prefill_tokens,
-        queued_requests=tracker.num_queued,
-        queued_attention_work=tracker.queued_attention_work,
-        late_prefill_tokens=late.tokens,
-        late_requests=late.requests,
-        late_attention_work=late.attention_work,
+        **_describe_queue(tracker, now_s),
         running_decodes=tracker.count(RequestKind.DECODE),
         # A decode that ends in the iteration in which it began was never in the sum.
         decode_context_tokens=max(0, tracker.decode_context_tokens),
@@ -73,3 +67,16 @@ def measure_load(
         num_moved_out=hand_offs.num_moved_out,
         num_recomputed_pulls=pulls.num_recomputed,
     )
+
+
+def _describe_queue(tracker: RequestTracker, now_s: float) -> dict[str, Any]:
+    """Sums the prompts that wait or run, and those of them that go behind all others."""
+    late = NONE_LATE if tracker.selector is None else tracker.selector.count_late(now_s)
+    return {
+        "queued_prefill_tokens": tracker.queued_prefill_tokens,
+        "queued_requests": tracker.num_queued,
+        "queued_attention_work": tracker.queued_attention_work,
+        "late_prefill_tokens": late.tokens,
+        "late_requests": late.requests,
+        "late_attention_work": late.attention_work,
+    }

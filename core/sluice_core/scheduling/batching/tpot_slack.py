@@ -21,9 +21,8 @@ from sluice_core.records import IterationShape, MoveCause, MoveProposal
 from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import MAX_STANDING_PROPOSALS, make_proposal, propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
-from sluice_core.scheduling.engine_policy import EngineBatch
+from sluice_core.scheduling.engine_policy import EngineBatch, PrefillSelector
 from sluice_core.scheduling.prefill_budget import estimate_chunk_s, fit_prefill_budget
-from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
 from sluice_core.strategy_parameters import StrategyParameters
 
 SCARCE_SHARE: Final = 0.8  # of the TPOT objective that decodes alone take, from which on prompts get what they need
@@ -50,7 +49,7 @@ class SlackBatching(ChunkedPrefillPolicy):
         self._packs = parameters.pack_share > 0.0
         self._decodes: DecodeSet | None = None
         self._latency: LatencyModel | None = None
-        self._prompts: DeadlineSelector | None = None  # whose deadlines are known
+        self._prompts: PrefillSelector | None = None  # whose deadlines are known
 
     def bind(self, decodes: DecodeSet, latency: LatencyModel) -> None:
         """See ``EnginePolicy.bind``."""
@@ -94,7 +93,7 @@ class SlackBatching(ChunkedPrefillPolicy):
 
     def _is_scarce(self, engine: EngineBatch, latency: LatencyModel, tpot_slo_s: float) -> bool:
         """Say whether decodes alone take so much of their objective that each prefill token counts."""
-        if not self._pace_share or not engine.num_decodes:
+        if not self._pace_share or not engine.num_decodes or not tpot_slo_s:
             return False
         decodes = IterationShape(num_decodes=engine.num_decodes, decode_context_tokens=engine.decode_context_tokens)
         return latency.estimate_shape_s(decodes) >= SCARCE_SHARE * tpot_slo_s

@@ -40,11 +40,7 @@ class DeadlineSelector(OrderedSelector):
         )
 
     def find_pace(self, now: float) -> float:
-        """Find the tokens per second with which all prompts are in time; ``math.inf``: one will be late.
-
-        Args:
-            now: Seconds on the caller's clock.
-        """
+        """See ``PrefillSelector.find_pace``."""
         pace = 0.0
         num_tokens = 0
         for prefill in self._order:

@@ -11,14 +11,7 @@ from heapq import heapify, heappop, heappush
 from typing import Final
 
 from sluice_core.scheduling.batching.chunked_prefill import RECOMPUTE_TOKENS
-from sluice_core.scheduling.engine_policy import (
-    NONE_LATE,
-    BatchLimits,
-    EngineBatch,
-    EnginePolicy,
-    LatePrefills,
-    RequestKind,
-)
+from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch, EnginePolicy, RequestKind
 from sluice_core.sim.engine.freed_blocks import FreedBlocks
 from sluice_core.sim.engine.prefix_cache import PrefixCache
 from sluice_core.sim.engine.suspended_batch import IterationRest
@@ -308,10 +301,6 @@ class PrefillQueue:
         """Count the blocks that a chunk of a prefill takes."""
         before = request.num_computed_tokens
         return -(-(before + tokens) // self._block_size) - -(-before // self._block_size)
-
-    def count_late(self, now: float) -> LatePrefills:  # noqa: ARG002 - for heirs
-        """Count the prompts that go behind all others (``PrefillSelector.count_late``)."""
-        return NONE_LATE
 
     def was_in_last_batch(self, request: SimRequest) -> bool:
         """Say whether the last ``schedule`` gave a prefill a chunk."""

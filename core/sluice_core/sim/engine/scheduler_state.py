@@ -32,6 +32,7 @@ class SchedulerState:
         policy: As given.
         cache: Its blocks, with prefix reuse; None: without.
         counters: What it has done.
+        selector: Selects its prompts; None: its policy orders them by its key.
         prefills: Its prefills.
         batch: Its decodes.
         is_running: An iteration is under way.
@@ -60,6 +61,7 @@ class SchedulerState:
         "prefills",
         "schedules_ahead",
         "schedules_late",
+        "selector",
         "setup",
         "total_blocks",
         "used_blocks",
@@ -82,7 +84,7 @@ class SchedulerState:
         self.cache: PrefixCache | None = None
         if hash_block_tokens is not None:
             self.cache = PrefixCache(setup.kv_blocks_total, setup.block_size_tokens, hash_block_tokens)
-        selector = policy.make_selector(setup.profile)
+        self.selector = selector = policy.make_selector(setup.profile)
         self.prefills = (
             PrefillQueue(setup, policy, self.cache, takes_by_chunk=schedules_ahead)
             if selector is None

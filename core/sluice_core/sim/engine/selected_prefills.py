@@ -6,7 +6,7 @@ from heapq import heapify, heappush
 from typing import Final
 
 from sluice_core.records import RequestId
-from sluice_core.scheduling.engine_policy import EnginePolicy, LatePrefills, PrefillSelector, RequestKind
+from sluice_core.scheduling.engine_policy import EnginePolicy, PrefillSelector, RequestKind
 from sluice_core.sim.engine.prefill_queue import PrefillQueue
 from sluice_core.sim.engine.prefix_cache import PrefixCache
 from sluice_core.sim.engine.suspended_batch import IterationRest, SuspendedBatch
@@ -94,10 +94,6 @@ class SelectedPrefills(PrefillQueue):
         kept = [request for request in self._started if not self._is_parked(request, selected)]
         places = {request.request_id: position for position, request in enumerate(selected)}
         return sorted(kept, key=lambda request: places.get(request.request_id, -1))
-
-    def count_late(self, now: float) -> LatePrefills:
-        """See ``PrefillQueue.count_late``."""
-        return self._selector.count_late(now)
 
     def drop(self, request: SimRequest) -> None:
         """See ``PrefillQueue.drop``."""

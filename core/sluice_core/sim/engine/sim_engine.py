@@ -340,8 +340,9 @@ class SimEngine(MovingRequests):
         load.queued_prefill_tokens = self.prefills.queued_tokens
         load.queued_requests = self.prefills.num_queued
         load.queued_attention_work = self.prefills.queued_work2 * 0.5
-        late = self.prefills.count_late(now)
-        load.late_requests, load.late_prefill_tokens, load.late_attention_work = late
+        if self.selector is not None:
+            late = self.selector.count_late(now)
+            load.late_requests, load.late_prefill_tokens, load.late_attention_work = late
         # Those that the iteration leaves out have their seats all the same.
         load.running_decodes = self.batch.num_decodes + len(self.batch.paused) + self.num_incoming
         load.decode_context_tokens = self.batch.context_tokens
