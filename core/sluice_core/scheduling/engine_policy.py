@@ -221,7 +221,7 @@ class PrefillSelector:
         return NONE_LATE
 
     def find_pace(self, now: float) -> float:  # noqa: ARG002 - for overrides
-        """Find the tokens per second with which all prompts are in time; ``math.inf``: one will be late, or nobody knows.
+        """Find the tokens per second with which all prompts are in time; ``math.inf``: one will be late, or not known.
 
         Args:
             now: Seconds on the caller's clock.
