@@ -130,5 +130,6 @@ def test_a_shown_command_works(block: Block) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert '"error"' not in done.stdout
+    # A field: the random answer of a model may be the word itself.
+    assert not re.search(r'"error"\s*:', done.stdout)
     assert done.stdout.strip()
