@@ -130,6 +130,9 @@ class AheadEngine(NaiveEngine):
 
     # --- requests ---
 
+    def defers(self):
+        return self.is_running
+
     def enqueue(self, request, kind):
         super().enqueue(request, kind)
         request.first_iteration = self.number + 2 if self.is_running else self.number + 1
@@ -245,6 +248,7 @@ class AheadEngine(NaiveEngine):
         known = [r for r in self.queue if r.first_iteration <= number]
         batch = self.make_batch(known)
         self.known, self.asked = known, (now, batch)
+        self.offer(known)
         return self.policy.limits(now, batch)
 
     def choose(self, number, *, needs_seat):

@@ -154,6 +154,12 @@ class NaiveEngine:
         request.kind, request.computed, request.blocks = kind, 0, 0
         request.to_compute = request.arrival.prompt_tokens + len(request.tokens)
         self.queue.append(request)
+        if not self.defers():
+            self.offer([request])
+
+    def defers(self):
+        """Whether what comes now is known only when the next iteration is chosen."""
+        return False
 
     def key(self, request):
         if request.name in self.selected:
@@ -259,11 +265,9 @@ class NaiveEngine:
     def count_context(self):
         return sum(request.arrival.prompt_tokens + len(request.tokens) for request in self.decodes)
 
-    def select(self, now, known, batch, fits):
-        """Ask the policy which prompts the iteration may compute, where it selects them; else what has started."""
-        if self.selector is None:
-            return
-        for request in known:
+    def offer(self, known):
+        """Let the policy know the prompts that have come, where it selects them."""
+        for request in known if self.selector is not None else ():
             if request.kind is RequestKind.NEW_PROMPT and request.name not in self.selectable:
                 self.selectable[request.name] = request
                 arrival = request.arrival
@@ -274,6 +278,11 @@ class NaiveEngine:
                     priority=arrival.priority,
                     tokens=request.to_compute,
                 )
+
+    def select(self, now, known, batch, fits):
+        """Ask the policy which prompts the iteration may compute, where it selects them; else what has started."""
+        if self.selector is None:
+            return
         chosen = self.selector.select(now, batch)
         requests = [self.selectable[name] for name in chosen]
         ahead = sorted((r for r in known if r.name not in self.selectable and not r.blocks), key=self.key)

@@ -64,9 +64,10 @@ def test_late_prompts_are_counted_with_what_is_left_of_them_also_before_the_next
     assert selector.count_late(NOW) == LatePrefills(1, 1000, 500_000.0)
     selector.advance(RequestId("hopeless"), 600)
     assert selector.count_late(NOW) == LatePrefills(1, 400, 400 * (600 + 200.0))
+    other = make_selector(("hopeless", 0.01, 1000), ("timely", 9.0, 500))
+    other.remove(RequestId("hopeless"))
+    assert other.count_late(NOW) == NONE_LATE
     assert selector.count_late(NOW + 9.0) == LatePrefills(2, 900, 400 * 800.0 + 125_000.0)
-    selector.remove(RequestId("hopeless"))
-    assert selector.count_late(NOW) == NONE_LATE
     assert make_selector(("hopeless", 0.01, 1000), order=PrefillOrder.EDF).count_late(NOW + 9.0) == NONE_LATE
 
 

@@ -30,7 +30,7 @@ class DeadlineSelector(OrderedSelector):
 
     def count_late(self, now: float) -> LatePrefills:
         """See ``PrefillSelector.count_late``."""
-        late = self._order.list_late(now)
+        late = self._order.find_late(now)
         if not late:
             return NONE_LATE
         return LatePrefills(
@@ -41,11 +41,13 @@ class DeadlineSelector(OrderedSelector):
 
     def find_pace(self, now: float) -> float:
         """See ``PrefillSelector.find_pace``."""
+        if self._order.find_late(now):
+            return math.inf
         pace = 0.0
         num_tokens = 0
         for prefill in self._order:
             left_s = prefill.deadline_s - now
-            if prefill.is_late or left_s <= 0.0:
+            if left_s <= 0.0:
                 return math.inf
             num_tokens += prefill.remaining_tokens
             pace = max(pace, num_tokens / left_s)

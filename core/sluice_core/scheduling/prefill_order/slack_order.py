@@ -144,9 +144,14 @@ class SlackOrder:
             return self._timely[0][2]
         return self._late[0][2] if self._late else None
 
-    def list_late(self, now: float) -> list[QueuedPrefill]:
-        """List those that will be late, whether ``update`` has found out or not: O(all)."""
-        return [prefill for prefill in self if prefill.is_late or prefill.late_from_s <= now]
+    def find_late(self, now: float) -> list[QueuedPrefill]:
+        """Find those that are late by the predictions that there are, first to last: O(those).
+
+        Args:
+            now: Seconds on the caller's clock.
+        """
+        self._note_late(now)
+        return [place[2] for place in self._late]
 
     def add(self, prefill: QueuedPrefill) -> None:
         """Add a prefill; ``update`` finds out whether it is late."""
@@ -184,6 +189,10 @@ class SlackOrder:
         """
         if self._predictor.renew(room_tokens, num_decodes):
             self._predict_again()
+        self._note_late(now)
+
+    def _note_late(self, now: float) -> None:
+        """Move those that have become late behind the others."""
         moments = self._moments
         while moments and moments[0][0] <= now:
             late_from_s, number, prefill = heappop(moments)
