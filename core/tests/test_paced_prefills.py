@@ -133,6 +133,14 @@ def test_prompts_get_what_decodes_spare_unless_these_near_their_objective():
     assert get_budget(near_s, relaxed, selects_by_slack=True) < 200
 
 
+def test_the_iteration_under_way_leaves_prompts_less_time():
+    alone_s = H100.estimate_shape_s(IterationShape(num_decodes=100))
+    policy, batch = bind_near_objective(alone_s / (SCARCE_SHARE + 0.001), ("a", 2.0, 1000))
+    at_once = policy.limits(NOW, batch).prefill_budget_tokens
+    behind = make_batch(num_decodes=100, num_new_prompts=1, num_under_way=1, under_way_s=1.9)
+    assert policy.limits(NOW, behind).prefill_budget_tokens > 2 * at_once
+
+
 def test_what_is_computed_anew_is_not_kept_waiting():
     alone_s = H100.estimate_shape_s(IterationShape(num_decodes=100))
     policy, batch = bind_near_objective(alone_s / (SCARCE_SHARE + 0.001), ("a", 9.0, 1000))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from naive_simulation import NaiveSimulation
 
@@ -124,6 +124,14 @@ def assert_equal_to_naive(cell, arrivals):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
+@example(
+    seed=1327,
+    rate=25.0,
+    blocks=26,
+    options=SimOptions(counts_decodes=False),
+    rejection=EarlyRejection.OFF,
+    shared=False,
+)
 @settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
