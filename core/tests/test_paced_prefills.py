@@ -133,6 +133,28 @@ def test_prompts_get_what_decodes_spare_unless_these_near_their_objective():
     assert get_budget(near_s, relaxed, selects_by_slack=True) < 200
 
 
+def test_contexts_of_decodes_count():
+    """They bring decodes near their objective, and make iterations long: fewer of them are left until a deadline."""
+    alone_s = H100.estimate_shape_s(IterationShape(num_decodes=100))
+    contexts = 300_000
+    with_contexts_s = H100.estimate_shape_s(IterationShape(num_decodes=100, decode_context_tokens=contexts))
+    assert with_contexts_s > 1.5 * alone_s
+    batches = [make_batch(num_decodes=100, num_new_prompts=1, decode_context_tokens=tokens) for tokens in (0, contexts)]
+
+    def get_budgets(tpot_slo_s, prompt, **parameters):
+        policy, _ = bind_near_objective(tpot_slo_s, prompt, **parameters)
+        return [policy.limits(NOW, batch).prefill_budget_tokens for batch in batches]
+
+    near_with_contexts_alone_s = with_contexts_s / (SCARCE_SHARE + 0.001)
+    far, near = get_budgets(near_with_contexts_alone_s, ("a", 9.0, 1000))
+    assert near < 200 < far
+    most = get_budgets(near_with_contexts_alone_s, ("a", 9.0, 1000), pace_share=0.0)[1]
+    room_s = estimate_chunk_s(H100, most, 100, contexts)
+    for tokens in range(500, 4000, 100):
+        needed = min(most, int(tokens / 0.8 * room_s))
+        assert get_budgets(near_with_contexts_alone_s, ("a", 1.0, tokens))[1] >= needed
+
+
 def test_the_iteration_under_way_leaves_prompts_less_time():
     alone_s = H100.estimate_shape_s(IterationShape(num_decodes=100))
     policy, batch = bind_near_objective(alone_s / (SCARCE_SHARE + 0.001), ("a", 2.0, 1000))
@@ -201,6 +223,16 @@ def test_a_new_prompt_does_not_wait_for_those_that_go_behind_it_and_a_late_one_d
     assert placed.reason == "least_late"
     (placed,) = assign(make_table(LATE, EngineLoad(iteration_remaining_s=0.05)), timely, now=NOW)
     assert placed.engine_id == EngineId("e0")
+
+
+def test_late_prompts_are_still_there_after_a_placement():
+    view = get_view(make_table(LATE).order[0])
+    timely, late = make_prefill("timely", arrival_s=NOW, tokens=10), make_prefill("late", arrival_s=NOW - 4.1)
+    placed, held = assign(make_table(LATE), timely, late, now=NOW, credit_s=0.9 * view.late_s)
+    assert (placed.request_id, type(placed)) == ("timely", Place)
+    assert held.reason == "late_binding"
+    placed, also = assign(make_table(LATE), timely, late, now=NOW, credit_s=1.5 * view.late_s)
+    assert (type(placed), type(also)) == (Place, Place)
 
 
 def test_late_prompts_take_the_time_that_the_model_says_and_blocks_all_the_same():
