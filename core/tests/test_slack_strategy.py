@@ -187,7 +187,7 @@ def test_prompts_get_their_share_of_an_iteration_whatever_decodes_can_spare(firs
 def test_prompts_beside_long_answers_near_their_objective_are_in_time(share: float, *, is_served: bool) -> None:
     """Iterations of these decodes alone take nearly as long as the objective: little is spared, and never for long."""
     slo = Slo(ttft_s=1.0, tpot_s=0.028)
-    arrivals = [Arrival(at_s=0.3 * number, prompt_tokens=300, output_tokens=400, slo=slo) for number in range(80)]
+    arrivals = [Arrival(at_s=0.3 * number, prompt_tokens=300, output_tokens=800, slo=slo) for number in range(80)]
     engines = make_engines(((1, 2048),), blocks=20_000, max_num_seqs=256)
     parameters = StrategyParameters(
         least_prefill_share=share,
@@ -200,7 +200,7 @@ def test_prompts_beside_long_answers_near_their_objective_are_in_time(share: flo
     assert simulation.run()
     num_in_time = sum(request.ttft_s is not None and request.ttft_s <= slo.ttft_s for request in simulation.requests)
     assert (num_in_time > 75) == is_served
-    assert num_in_time > 75 or num_in_time < 65
+    assert num_in_time > 75 or num_in_time < 40
 
 
 def test_each_decode_asks_once_where_it_should_run_and_keeps_its_slack():
