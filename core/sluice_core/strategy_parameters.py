@@ -94,7 +94,7 @@ class StrategyParameters:
     least_prefill_share: float = 0.1
     pace_share: float = 0.8
     late_ttft_factor: float = 3.0
-    late_share: float = 0.1
+    late_share: float = 0.0
     overload_order: OverloadOrder = OverloadOrder.LONGEST_LAST
     pack_share: float = 0.85
     pack_prompt_share: float = 4.0

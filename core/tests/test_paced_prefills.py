@@ -235,9 +235,12 @@ def test_late_prompts_are_still_there_after_a_placement():
     assert (type(placed), type(also)) == (Place, Place)
 
 
-def test_late_prompts_take_the_time_that_the_model_says_and_blocks_all_the_same():
+def test_late_prompts_take_the_time_that_the_model_says_and_no_blocks_or_seats_from_others():
     timely = EngineLoad(queued_prefill_tokens=8_000, queued_requests=8, queued_attention_work=3.2e7)
     view, waiting, empty = (get_view(make_table(load).order[0]) for load in (LATE, timely, EngineLoad()))
     assert (view.free_at_s, waiting.late_s, empty.late_s) == (empty.free_at_s, 0.0, 0.0)
     assert view.late_s == pytest.approx(waiting.free_at_s - empty.free_at_s)
-    assert view.available_tokens == waiting.available_tokens < empty.available_tokens
+    assert waiting.available_tokens < view.available_tokens == empty.available_tokens
+    assert waiting.available_seqs < view.available_seqs == empty.available_seqs
+    assert (view.late_tokens, view.late_requests) == (8_000, 8)
+    assert (waiting.late_tokens, waiting.late_requests) == (0, 0)

@@ -66,7 +66,7 @@ def test_what_a_plan_does_not_set_has_the_papers_values_or_ours():
         "credit_milliseconds": "100",
         "early_rejection": "Off",
         "grant_wait_milliseconds": "10000",
-        "late_share_percent": "10",
+        "late_share_percent": "0",
         "late_ttft_factor_percent": "300",
         "least_prefill_percent": "10",
         "macro_instance_least": "4",

@@ -52,7 +52,7 @@ DEFAULTS = {
     "parameters.tpotSharePercent": 98,
     "parameters.lateTtftFactorPercent": 300,
     "parameters.leastPrefillPercent": 10,
-    "parameters.lateSharePercent": 10,
+    "parameters.lateSharePercent": 0,
     "parameters.overloadOrder": "LongestLast",
     "parameters.packSharePercent": 85,
     "parameters.creditMilliseconds": 100,

@@ -90,8 +90,10 @@ class EngineView:
         per_work_s: Prefill time per token pair of attention.
         per_iteration_s: Time of each iteration beside its prefill tokens.
         room_tokens: Prefill budget.
-        available_tokens: Tokens of a prompt for which KV blocks are left.
-        available_seqs: Requests for which there are seats, beside those that run, wait or are on their way.
+        available_tokens: Tokens of a prompt for which KV blocks are left. Prompts that go last have taken none.
+        available_seqs: Requests for which there are seats, beside those that run, wait in time or are on their way.
+        late_tokens: Tokens of the prompts that go last: a late one finds so many fewer.
+        late_requests: These prompts.
         transfer_latency_s: Fixed part of T; 0 where decode stays.
         transfer_per_token_s: Part of T per prompt token; 0 where decode stays.
         is_proven: Its latency model has seen ``PROVEN_OBSERVATIONS`` iterations.
@@ -107,7 +109,9 @@ class EngineView:
         "free_at_s",
         "is_of_others",
         "is_proven",
+        "late_requests",
         "late_s",
+        "late_tokens",
         "per_iteration_s",
         "per_token_s",
         "per_work_s",
@@ -132,6 +136,8 @@ class EngineView:
         room_tokens: int,
         available_tokens: int,
         available_seqs: int,
+        late_tokens: int,
+        late_requests: int,
         transfer_latency_s: float,
         transfer_per_token_s: float,
         is_proven: bool,
@@ -149,6 +155,8 @@ class EngineView:
         self.room_tokens = room_tokens
         self.available_tokens = available_tokens
         self.available_seqs = available_seqs
+        self.late_tokens = late_tokens
+        self.late_requests = late_requests
         self.transfer_latency_s = transfer_latency_s
         self.transfer_per_token_s = transfer_per_token_s
         self.is_proven = is_proven

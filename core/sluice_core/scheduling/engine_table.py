@@ -315,18 +315,21 @@ class EngineTable:
         state.late_s = self._estimate_queue_s(
             state, load.late_prefill_tokens, load.late_attention_work, load.late_requests
         )
+        # Prompts that go last take blocks and seats when nobody else wants them.
+        num_timely = load.queued_requests - load.late_requests
+        timely_tokens = load.queued_prefill_tokens - load.late_prefill_tokens
         queue_s = self._estimate_queue_s(
             state,
-            load.queued_prefill_tokens - load.late_prefill_tokens,
+            timely_tokens,
             max(0.0, load.queued_attention_work - load.late_attention_work),
-            load.queued_requests - load.late_requests,
+            num_timely,
         )
         reported_at_s = state.reported_at_s or 0.0
-        queued_blocks = blocks_for_tokens(load.queued_prefill_tokens, state.config.block_size_tokens)
+        queued_blocks = blocks_for_tokens(timely_tokens, state.config.block_size_tokens)
         state.queued_prefill_tokens = load.queued_prefill_tokens
         state.free_at_s = reported_at_s + load.iteration_remaining_s + queue_s
         # Each queued prompt ends in a partly filled block of its own.
-        state.reserved_kv_blocks = queued_blocks + max(0, load.queued_requests - 1)
+        state.reserved_kv_blocks = queued_blocks + max(0, num_timely - 1)
         for placement in placements:
             state.queued_prefill_tokens += placement.tokens
             state.free_at_s = max(placement.placed_at_s, state.free_at_s) + placement.execute_s
@@ -368,8 +371,10 @@ class EngineTable:
             available_tokens=available_blocks * state.config.block_size_tokens,
             available_seqs=state.config.max_num_seqs
             - state.num_committed_seqs
-            - load.queued_requests
+            - (load.queued_requests - load.late_requests)
             - len(state.in_flight),
+            late_tokens=load.late_prefill_tokens,
+            late_requests=load.late_requests,
             transfer_latency_s=TRANSFER_LATENCY_S if transfers else 0.0,
             transfer_per_token_s=state.config.kv_bytes_per_token / rate if transfers else 0.0,
             is_proven=state.latency.num_observations >= PROVEN_OBSERVATIONS,
@@ -436,6 +441,8 @@ def _count_placement(view: EngineView, state: EngineState, blocks: int) -> Engin
         room_tokens=view.room_tokens,
         available_tokens=view.available_tokens - blocks * state.config.block_size_tokens,
         available_seqs=view.available_seqs - 1,
+        late_tokens=view.late_tokens,
+        late_requests=view.late_requests,
         transfer_latency_s=view.transfer_latency_s,
         transfer_per_token_s=view.transfer_per_token_s,
         is_proven=view.is_proven,

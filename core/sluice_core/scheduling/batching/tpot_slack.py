@@ -26,6 +26,7 @@ from sluice_core.scheduling.prefill_budget import estimate_chunk_s, fit_prefill_
 from sluice_core.strategy_parameters import StrategyParameters
 
 SCARCE_SHARE: Final = 0.8  # of the TPOT objective that decodes alone take, from which on prompts get what they need
+SCARCE_SEATS: Final = 0.5  # of the seats that decodes have, from which on the same holds: faster ones free them sooner
 LOST_SLACK_S: Final = 1.0  # nobody waits for a decode that is behind by more: that would take dozens of iterations
 _STEP_TOKENS: Final = 16
 _TRIED_PER_STEP: Final = 8  # chunks that are tried before the steps double
@@ -92,9 +93,11 @@ class SlackBatching(ChunkedPrefillPolicy):
         ]
 
     def _is_scarce(self, engine: EngineBatch, latency: LatencyModel, tpot_slo_s: float) -> bool:
-        """Say whether decodes alone take so much of their objective that each prefill token counts."""
+        """Say whether each prefill token counts: decodes alone take much of their objective, or of the seats."""
         if not self._pace_share or not engine.num_decodes or not tpot_slo_s:
             return False
+        if self._decodes is not None and engine.num_decodes >= SCARCE_SEATS * self._decodes.max_num_seqs:
+            return True
         decodes = IterationShape(num_decodes=engine.num_decodes, decode_context_tokens=engine.decode_context_tokens)
         return latency.estimate_shape_s(decodes) >= SCARCE_SHARE * tpot_slo_s
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Final
 
 from sluice_core.records import Decision, Hold, PrefillRequest
 from sluice_core.scheduling.early_rejection import reject_late
-from sluice_core.scheduling.engine_state import Entry, get_view
+from sluice_core.scheduling.engine_state import EngineView, Entry, get_view
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.placement_records import NUM_RECORDS
 from sluice_core.scheduling.prefill_feasibility import AssignPass
@@ -21,6 +22,10 @@ from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.slack.decode_packing import DecodePacking
 from sluice_core.scheduling.slack.slack_waiting_order import WaitingOrder
 from sluice_core.strategy_parameters import StrategyParameters
+
+# Requests for which another router's engine must have room beside a prompt: all routers see the seat that gets free,
+# and what each of them sends there would wait for the next ones.
+SPARE_OF_OTHERS: Final = 4
 
 
 class SlackPlacement(LengthAwarePlacement):
@@ -54,14 +59,15 @@ class SlackPlacement(LengthAwarePlacement):
         deadline_s = request.arrival_s + request.slo.ttft_s
         entry = self._find_first_done(assign_pass, request, candidates, credit_s)
         if entry is None:
-            fits = any(get_view(other).available_tokens >= request.prompt_tokens for other in candidates)
-            return Hold(request_id=request.request_id, reason="seats" if fits else "kv")
+            return self._hold_for_room(assign_pass, request, candidates)
         view = get_view(entry)
         done_s = assign_pass.estimate_done_s(request, view)
         is_feasible = done_s < deadline_s
         rejected = None if is_feasible else reject_late(assign_pass, request, candidates, deadline_s)
         if rejected is not None:
             return rejected
+        if not is_feasible and not _has_room_after_late(view, request):
+            return Hold(request_id=request.request_id, reason="seats")
         # One that will be late waits on the engine behind those that are. So these count for it alone.
         ahead_s = view.free_at_s - assign_pass.now + (0.0 if is_feasible else view.late_s)
         if credit_s and ahead_s > credit_s:
@@ -69,6 +75,15 @@ class SlackPlacement(LengthAwarePlacement):
         self.waiting_order.note_placed(assign_pass.now, request, done_s - max(view.free_at_s, assign_pass.now))
         self.packing.note_placed(request.prompt_tokens)
         return assign_pass.place(request, entry, "feasible" if is_feasible else "least_late", is_feasible=is_feasible)
+
+    def _hold_for_room(self, assign_pass: AssignPass, request: PrefillRequest, candidates: Sequence[Entry]) -> Hold:
+        """Hold a prompt for which no engine has KV blocks and a seat.
+
+        One that waits for KV beyond its objective keeps others from passing it. One that is late waits for them.
+        """
+        fits = any(get_view(other).available_tokens >= request.prompt_tokens for other in candidates)
+        is_passed = fits or self.waiting_order.is_late(assign_pass.now, request)
+        return Hold(request_id=request.request_id, reason="seats" if is_passed else "kv")
 
     def _find_first_done(
         self, assign_pass: AssignPass, request: PrefillRequest, candidates: Sequence[Entry], credit_s: float
@@ -82,7 +97,8 @@ class SlackPlacement(LengthAwarePlacement):
         least_s = math.inf
         for entry in candidates:
             view = get_view(entry)
-            if view.available_tokens < request.prompt_tokens or view.available_seqs < 1:
+            num_spare = SPARE_OF_OTHERS if view.is_of_others else 0
+            if view.available_tokens < (1 + num_spare) * request.prompt_tokens or view.available_seqs < 1 + num_spare:
                 continue
             done_s = assign_pass.estimate_done_s(request, view)
             if view.is_of_others:
@@ -99,3 +115,11 @@ class SlackPlacement(LengthAwarePlacement):
         if not self.parameters.credit_s or not assign_pass.engines.num_of_others or request.slo.ttft_s == math.inf:
             return self.parameters.credit_s
         return max(self.parameters.credit_s, self.parameters.shared_credit_share * request.slo.ttft_s)
+
+
+def _has_room_after_late(view: EngineView, request: PrefillRequest) -> bool:
+    """Say whether an engine has a seat and KV blocks for a late prompt behind the late ones that wait there."""
+    return (
+        view.available_seqs - view.late_requests >= 1
+        and view.available_tokens - view.late_tokens >= request.prompt_tokens
+    )

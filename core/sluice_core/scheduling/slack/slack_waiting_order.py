@@ -7,9 +7,9 @@ Source: J. M. Moore, "An n job, one machine sequencing algorithm for minimizing 
 Science 15(1), 1968; the form used here is T. J. Hodgson's. Several engines count as one that is as fast as they
 together.
 
-A prompt that is late in any case waits for a second deadline, and goes ahead of others then. While others can be in
-time, late ones get a share of the prefill time together. Without that share one burst would make everybody late who
-comes after it: each late prompt would take the place of one that is not.
+A prompt that is late in any case waits until no other does. It can be given a second deadline, and a share of the
+prefill time until then. But where more comes than can be served, whatever late prompts get is missing for others:
+their decodes make prefills slower, others are late for that, and in the end all of them are.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.waiting_order import Urgency, compute_urgency, get_urgency
 from sluice_core.strategy_parameters import OverloadOrder, StrategyParameters
 
+# Iterations that are under way or scheduled when a prompt comes to an engine. Without them, a prompt that waits until
+# its last moment is in time for its router, and late on the engine.
+_ITERATIONS_BEFORE: Final = 2
 _MOST_CREDIT_S: Final = 1.0  # prefill time that late prompts may save up
 
 
@@ -37,9 +40,10 @@ class WaitingOrder:
         self._late_ttft_factor = parameters.late_ttft_factor
         self._late_share = parameters.late_share
         self._puts_longest_last = parameters.overload_order == OverloadOrder.LONGEST_LAST
-        # Of the fastest engine at the last pass: seconds per token, and per squared token for attention.
+        # Of the fastest engine at the last pass: seconds per token, per squared token for attention, and per iteration.
         self._token_s = 0.0
         self._square_s = 0.0
+        self._iteration_s = 0.0
         self._late_credit_s = _MOST_CREDIT_S
         self._has_others = False
 
@@ -56,6 +60,7 @@ class WaitingOrder:
             return waiting
         self._token_s = min((entry[4] for entry in engines.order), default=0.0)
         self._square_s = min((entry[5] for entry in engines.order), default=0.0)
+        self._iteration_s = min((entry[7] for entry in engines.order), default=0.0)
         waiting.sort(key=lambda request: self._get_urgency(now, request))
         if waiting[-1].turn:
             return waiting  # owners take turns, whoever is late
@@ -103,7 +108,8 @@ class WaitingOrder:
         return now + self._compute_alone_s(prompt_tokens) > due_s
 
     def _compute_alone_s(self, prompt_tokens: int) -> float:
-        return prompt_tokens * (self._token_s + self._square_s * prompt_tokens)
+        compute_s = prompt_tokens * (self._token_s + self._square_s * prompt_tokens)
+        return _ITERATIONS_BEFORE * self._iteration_s + compute_s
 
     def _get_urgency(self, now: float, request: PrefillRequest) -> Urgency:
         if request.is_recovery or request.turn:
