@@ -6,7 +6,7 @@ import pytest
 from test_paced_prefills import H100, NOW, bind_near_objective
 from test_slack_strategy import assign, make_prefill, make_table
 
-from sluice_core.records import Place
+from sluice_core.records import EngineId, Place
 from sluice_core.scheduling.batching.tpot_slack import SCARCE_SEATS
 from sluice_core.scheduling.engine_state import EngineLoad, get_view
 from sluice_core.scheduling.slack.slack_placement import SPARE_OF_OTHERS
@@ -73,14 +73,22 @@ def test_an_engine_of_another_router_needs_room_for_what_all_routers_send(lacks)
             return EngineLoad(running_decodes=SEATS - num_free, is_of_others=is_of_others)
         return EngineLoad(kv_blocks_used=1000 - math.ceil(num_free * 1000 / 16), is_of_others=is_of_others)
 
-    prompt = make_prefill("a", arrival_s=NOW)
-    own, others = make_load(1, is_of_others=False), make_load(1, is_of_others=True)
-    assert isinstance(assign(make_table(own), prompt)[0], Place)
-    assert not isinstance(assign(make_table(others), prompt)[0], Place)
-    almost = make_load(SPARE_OF_OTHERS, is_of_others=True)
-    assert not isinstance(assign(make_table(almost), prompt)[0], Place)
-    enough = make_load(1 + SPARE_OF_OTHERS, is_of_others=True)
-    assert isinstance(assign(make_table(enough), prompt)[0], Place)
+    def is_placed(*loads):
+        return isinstance(assign(make_table(*loads), make_prefill("a", arrival_s=NOW))[0], Place)
+
+    full = make_load(0, is_of_others=False)
+    assert is_placed(make_load(1, is_of_others=False))
+    assert not is_placed(full, make_load(1, is_of_others=True))
+    assert not is_placed(full, make_load(SPARE_OF_OTHERS, is_of_others=True))
+    assert is_placed(full, make_load(1 + SPARE_OF_OTHERS, is_of_others=True))
+    assert is_placed(make_load(1, is_of_others=True)), "a router without an engine of its own waits for none"
+
+
+def test_a_prompt_that_no_engine_of_its_router_holds_takes_what_there_is_elsewhere():
+    table = make_table(EngineLoad(), EngineLoad(is_of_others=True))
+    table.report(EngineId("e0"), EngineLoad(kv_blocks_total=100), 10.0)
+    (placed,) = assign(table, make_prefill("a", arrival_s=NOW, tokens=8000))
+    assert placed.engine_id == EngineId("e1")
 
 
 def test_a_prompt_is_late_when_two_iterations_and_its_own_do_not_fit_any_more():

@@ -90,6 +90,7 @@ class EngineView:
         per_work_s: Prefill time per token pair of attention.
         per_iteration_s: Time of each iteration beside its prefill tokens.
         room_tokens: Prefill budget.
+        kv_tokens: Tokens that the KV cache holds.
         available_tokens: Tokens of a prompt for which KV blocks are left. Prompts that go last have taken none.
         available_seqs: Requests for which there are seats, beside those that run, wait in time or are on their way.
         late_tokens: Tokens of the prompts that go last: a late one finds so many fewer.
@@ -109,6 +110,7 @@ class EngineView:
         "free_at_s",
         "is_of_others",
         "is_proven",
+        "kv_tokens",
         "late_requests",
         "late_s",
         "late_tokens",
@@ -134,6 +136,7 @@ class EngineView:
         per_work_s: float,
         per_iteration_s: float,
         room_tokens: int,
+        kv_tokens: int,
         available_tokens: int,
         available_seqs: int,
         late_tokens: int,
@@ -153,6 +156,7 @@ class EngineView:
         self.per_work_s = per_work_s
         self.per_iteration_s = per_iteration_s
         self.room_tokens = room_tokens
+        self.kv_tokens = kv_tokens
         self.available_tokens = available_tokens
         self.available_seqs = available_seqs
         self.late_tokens = late_tokens

@@ -368,6 +368,7 @@ class EngineTable:
             per_work_s=prefill.per_work_s,
             per_iteration_s=prefill.per_iteration_s,
             room_tokens=state.room_tokens,
+            kv_tokens=load.kv_blocks_total * state.config.block_size_tokens,
             available_tokens=available_blocks * state.config.block_size_tokens,
             available_seqs=state.config.max_num_seqs
             - state.num_committed_seqs
@@ -439,6 +440,7 @@ def _count_placement(view: EngineView, state: EngineState, blocks: int) -> Engin
         per_work_s=view.per_work_s,
         per_iteration_s=view.per_iteration_s,
         room_tokens=view.room_tokens,
+        kv_tokens=view.kv_tokens,
         available_tokens=view.available_tokens - blocks * state.config.block_size_tokens,
         available_seqs=view.available_seqs - 1,
         late_tokens=view.late_tokens,

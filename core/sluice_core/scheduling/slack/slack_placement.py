@@ -90,15 +90,16 @@ class SlackPlacement(LengthAwarePlacement):
     ) -> Entry | None:
         """Find where a prompt is done first; None: nothing has the KV blocks and a seat.
 
-        An engine of another router's share counts as a credit later. Else routers that see the same idle engine would
-        all give it their credit before a report can say so.
+        An engine of another router's share counts as a credit later, and needs some room to spare. Else routers that
+        see the same idle engine, or the same free seat, would all take it before a report can say so.
         """
+        num_spare = SPARE_OF_OTHERS if _has_own(request, candidates) else 0
         best: Entry | None = None
         least_s = math.inf
         for entry in candidates:
             view = get_view(entry)
-            num_spare = SPARE_OF_OTHERS if view.is_of_others else 0
-            if view.available_tokens < (1 + num_spare) * request.prompt_tokens or view.available_seqs < 1 + num_spare:
+            num_needed = 1 + num_spare if view.is_of_others else 1
+            if view.available_tokens < num_needed * request.prompt_tokens or view.available_seqs < num_needed:
                 continue
             done_s = assign_pass.estimate_done_s(request, view)
             if view.is_of_others:
@@ -115,6 +116,11 @@ class SlackPlacement(LengthAwarePlacement):
         if not self.parameters.credit_s or not assign_pass.engines.num_of_others or request.slo.ttft_s == math.inf:
             return self.parameters.credit_s
         return max(self.parameters.credit_s, self.parameters.shared_credit_share * request.slo.ttft_s)
+
+
+def _has_own(request: PrefillRequest, candidates: Sequence[Entry]) -> bool:
+    """Say whether an engine of the router's own share could hold a prompt, so that it need not wait for ever."""
+    return any(not view.is_of_others and view.kv_tokens >= request.prompt_tokens for view in map(get_view, candidates))
 
 
 def _has_room_after_late(view: EngineView, request: PrefillRequest) -> bool:
