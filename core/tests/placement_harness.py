@@ -113,7 +113,8 @@ def estimate_by_the_book(state, table, request, now):
 
 def fits_by_the_book(state, request):
     load, size = state.load, state.config.block_size_tokens
-    reserved = -(-load.queued_prefill_tokens // size) + max(0, load.queued_requests - 1)
+    timely_tokens = load.queued_prefill_tokens - load.late_prefill_tokens
+    reserved = -(-timely_tokens // size) + max(0, load.queued_requests - load.late_requests - 1)
     reserved += sum(-(-p.tokens // size) for p in state.in_flight.values())
     free = load.kv_blocks_total - load.kv_blocks_used - load.kv_blocks_granted
     return free - reserved >= -(-request.prompt_tokens // size)
