@@ -36,8 +36,8 @@ def test_no_order_of_waiting_prompts_has_more_of_them_in_time(prompts, busy):
     table = EngineTable(lambda _: line)
     table.add(EngineId("e0"), EngineConfig(16, 1000, 64, 16_384), role=Role.DECODE_HEAVY, chunk_size_tokens=16_384)
     table.report(EngineId("e0"), EngineLoad(kv_blocks_total=10_000, iteration_remaining_s=busy_s), 10.0)
-    # Each of them alone could be in time, two iterations of the engine before it. Half a tick to spare: nothing hangs on
-    # the last bit of a sum.
+    # Each of them alone could be in time, two iterations of the engine before it. Half a tick to spare: nothing hangs
+    # on the last bit of a sum.
     iterations_s = 2 * get_view(table.order[0]).per_iteration_s
     waiting = [
         make_prefill(str(number), tokens=tokens, ttft_s=1e-4 * (tokens + spare + 0.5) + iterations_s)
