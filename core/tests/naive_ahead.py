@@ -244,6 +244,9 @@ class AheadEngine(NaiveEngine):
         plan.chunks = []
         self.fill_room(plan, limits, number, fed)
 
+    def find_known(self, waiting):
+        return [r for r in waiting if r.first_iteration <= self.number + 1]
+
     def limits(self, now, number):
         known = [r for r in self.queue if r.first_iteration <= number]
         batch = self.make_batch(known)

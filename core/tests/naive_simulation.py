@@ -265,6 +265,10 @@ class NaiveEngine:
     def count_context(self):
         return sum(request.arrival.prompt_tokens + len(request.tokens) for request in self.decodes)
 
+    def find_known(self, waiting):
+        """Find those of the prompts here that the policy may know of by now."""
+        return waiting
+
     def offer(self, known):
         """Let the policy know the prompts that have come, where it selects them."""
         for request in known if self.selector is not None else ():
@@ -398,6 +402,7 @@ class NaiveEngine:
         is_prefilling = bool(waiting) or (self.batch is not None and self.last_batch[1] > 0)
         phase = self.policy.describe_phase(now, is_prefilling=is_prefilling)
         phases = {} if phase is None else {"prefill_phase_s": phase[0], "saved_tpot_s": phase[1]}
+        self.offer(self.find_known(waiting))
         late = LatePrefills() if self.selector is None else self.selector.count_late(now)
         return EngineLoad(
             **phases,

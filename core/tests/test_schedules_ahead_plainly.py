@@ -154,3 +154,9 @@ def test_a_long_run_is_as_the_plain_simulator_has_it(name):
         "aggregated": {"rejected"},
     }
     assert {what for what, number in seen.items() if number} == wanted[name] | {"preempted"}
+
+
+@pytest.mark.parametrize(("seed", "blocks"), [(38848, 27), (8271, 36), (19632, 26), (12324, 24), (38803, 53)])
+def test_routers_see_prompts_become_late_with_time(seed, blocks):
+    """Loads that said nothing new were not looked at again, and late prompts held blocks from others."""
+    assert_equal_to_plain(*make_cell(random.Random(seed), "sluice", blocks=blocks, number=40, message_s=0.0))

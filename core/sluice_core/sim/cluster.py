@@ -199,15 +199,16 @@ class SimCluster:
             router.receive(self.now)
             return
         # A queue that waits for kept KV, or for what transfers hold, does not get shorter while its engine idles.
-        for idle in self._by_id.values():
-            if idle.prefills.num_queued and not idle.is_running:
-                idle.note_change()
+        # Where prompts are ordered by slack, they become late with time alone.
+        for engine in self._by_id.values():
+            if engine.prefills.num_queued and (not engine.is_running or engine.selector is not None):
+                engine.note_change()
         routers = self.routers.routers
         for engine_id in self._changed:
-            engine = self._by_id.get(engine_id)
-            if engine is None:  # it has failed since
+            changed = self._by_id.get(engine_id)
+            if changed is None:  # it has failed since
                 continue
-            load = engine.report_load(self.now)
+            load = changed.report_load(self.now)
             if len(routers) == 1:
                 router.table.report(engine_id, load, self.now)
                 continue

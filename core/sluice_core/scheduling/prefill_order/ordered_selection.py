@@ -54,7 +54,12 @@ class OrderedSelector(PrefillSelector):
         return [prefill.request_id for prefill in self._order if prefill.num_computed_tokens]
 
     def _update_order(self, now: float, engine: EngineBatch) -> None:
-        """Find out who has become late on the engine as it is."""
+        """Find out who has become late on the engine as it is.
+
+        Without prompts predictions stay as they are, however often it is asked: who is late must not depend on that.
+        """
+        if not self._prefills:
+            return
         chunk_size_tokens = engine.chunk_size_tokens or engine.last_chunk_size_tokens
         room_tokens = max(engine.block_size_tokens, chunk_size_tokens - engine.num_decodes)
         self._order.update(now, room_tokens, engine.num_decodes)
