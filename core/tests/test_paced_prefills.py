@@ -71,6 +71,16 @@ def test_late_prompts_are_counted_with_what_is_left_of_them_also_before_the_next
     assert make_selector(("hopeless", 0.01, 1000), order=PrefillOrder.EDF).count_late(NOW + 9.0) == NONE_LATE
 
 
+def test_the_next_moment_at_which_a_prompt_becomes_late_is_known():
+    selector = make_selector(("soon", 2.0, 1000), ("later", 9.0, 500))
+    late_s = selector.find_next_late_s()
+    assert NOW < late_s < NOW + 2.0
+    assert selector.count_late(late_s - 1e-6) == NONE_LATE
+    assert selector.count_late(late_s).tokens == 1000
+    assert NOW + 2.0 < selector.find_next_late_s() < NOW + 9.0
+    assert make_selector().find_next_late_s() == math.inf
+
+
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 

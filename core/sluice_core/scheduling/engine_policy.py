@@ -220,6 +220,10 @@ class PrefillSelector:
         """
         return NONE_LATE
 
+    def find_next_late_s(self) -> float:
+        """Find from when on ``count_late`` may count more, with time alone; ``math.inf``: never."""
+        return math.inf
+
     def find_pace(self, now: float) -> float:  # noqa: ARG002 - for overrides
         """Find the tokens per second with which all prompts are in time; ``math.inf``: one will be late, or not known.
 

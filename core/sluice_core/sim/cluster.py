@@ -201,7 +201,7 @@ class SimCluster:
         # A queue that waits for kept KV, or for what transfers hold, does not get shorter while its engine idles.
         # Where prompts are ordered by slack, they become late with time alone.
         for engine in self._by_id.values():
-            if engine.prefills.num_queued and (not engine.is_running or engine.selector is not None):
+            if engine.prefills.num_queued and (not engine.is_running or engine.becomes_late(self.now)):
                 engine.note_change()
         routers = self.routers.routers
         for engine_id in self._changed:

@@ -39,6 +39,10 @@ class DeadlineSelector(OrderedSelector):
             sum(prefill.remaining_work for prefill in late),
         )
 
+    def find_next_late_s(self) -> float:
+        """See ``PrefillSelector.find_next_late_s``."""
+        return self._order.find_next_late_s()
+
     def find_pace(self, now: float) -> float:
         """See ``PrefillSelector.find_pace``."""
         if self._order.find_late(now):

@@ -153,6 +153,10 @@ class SlackOrder:
         self._note_late(now)
         return [place[2] for place in self._late]
 
+    def find_next_late_s(self) -> float:
+        """Find the first moment at which a prefill may become late; ``math.inf``: none does."""
+        return self._moments[0][0] if self._moments else math.inf
+
     def add(self, prefill: QueuedPrefill) -> None:
         """Add a prefill; ``update`` finds out whether it is late."""
         prefill.is_late = False

@@ -126,6 +126,10 @@ class SchedulerState:
         """Count the blocks that the next iteration may take."""
         return self.free_blocks - self.prefills.deferred_blocks
 
+    def becomes_late(self, now: float) -> bool:
+        """Say whether a prompt here may have become late since the last report, with time alone."""
+        return self.selector is not None and self.selector.find_next_late_s() <= now
+
     def note_change(self) -> None:
         """Note that the load is no longer what was last reported."""
         if self.is_reported:
