@@ -74,6 +74,11 @@ class EngineLoad:
     prefill_phase_s: float = 0.0
     saved_tpot_s: float = math.inf
 
+    @property
+    def timely_requests(self) -> int:
+        """Queued requests that do not go last."""
+        return self.queued_requests - self.late_requests
+
 
 class EngineView:
     """An engine as a placement sees it at one moment; never changed. Times in seconds.

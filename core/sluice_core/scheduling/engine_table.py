@@ -316,20 +316,19 @@ class EngineTable:
             state, load.late_prefill_tokens, load.late_attention_work, load.late_requests
         )
         # Prompts that go last take blocks and seats when nobody else wants them.
-        num_timely = load.queued_requests - load.late_requests
         timely_tokens = load.queued_prefill_tokens - load.late_prefill_tokens
         queue_s = self._estimate_queue_s(
             state,
             timely_tokens,
             max(0.0, load.queued_attention_work - load.late_attention_work),
-            num_timely,
+            load.timely_requests,
         )
         reported_at_s = state.reported_at_s or 0.0
         queued_blocks = blocks_for_tokens(timely_tokens, state.config.block_size_tokens)
         state.queued_prefill_tokens = load.queued_prefill_tokens
         state.free_at_s = reported_at_s + load.iteration_remaining_s + queue_s
         # Each queued prompt ends in a partly filled block of its own.
-        state.reserved_kv_blocks = queued_blocks + max(0, num_timely - 1)
+        state.reserved_kv_blocks = queued_blocks + max(0, load.timely_requests - 1)
         for placement in placements:
             state.queued_prefill_tokens += placement.tokens
             state.free_at_s = max(placement.placed_at_s, state.free_at_s) + placement.execute_s
@@ -372,7 +371,7 @@ class EngineTable:
             available_tokens=available_blocks * state.config.block_size_tokens,
             available_seqs=state.config.max_num_seqs
             - state.num_committed_seqs
-            - (load.queued_requests - load.late_requests)
+            - load.timely_requests
             - len(state.in_flight),
             late_tokens=load.late_prefill_tokens,
             late_requests=load.late_requests,

@@ -200,15 +200,15 @@ class SimCluster:
             return
         # A queue that waits for kept KV, or for what transfers hold, does not get shorter while its engine idles.
         # Where prompts are ordered by slack, they become late with time alone.
-        for engine in self._by_id.values():
-            if engine.prefills.num_queued and (not engine.is_running or engine.becomes_late(self.now)):
-                engine.note_change()
+        for queued in self._by_id.values():
+            if queued.prefills.num_queued and (not queued.is_running or queued.becomes_late(self.now)):
+                queued.note_change()
         routers = self.routers.routers
         for engine_id in self._changed:
-            changed = self._by_id.get(engine_id)
-            if changed is None:  # it has failed since
+            engine = self._by_id.get(engine_id)
+            if engine is None:  # it has failed since
                 continue
-            load = changed.report_load(self.now)
+            load = engine.report_load(self.now)
             if len(routers) == 1:
                 router.table.report(engine_id, load, self.now)
                 continue

@@ -75,7 +75,7 @@ class SlackBatching(ChunkedPrefillPolicy):
             least_prefill_s=self._least_prefill_share * tpot_slo_s,
         )
         self._room_per_work = room.per_work
-        if self._prompts is None or engine.num_recomputing or not self._is_scarce(engine, latency, tpot_slo_s):
+        if self._prompts is None or engine.num_recomputing or not self._is_scarce(engine, latency, decodes):
             return room.tokens
         room_s = estimate_chunk_s(latency, room.tokens, num_decodes, engine.decode_context_tokens)
         need = self._prompts.find_pace(now + engine.under_way_s) / self._pace_share * room_s
@@ -92,14 +92,14 @@ class SlackBatching(ChunkedPrefillPolicy):
             for decode in engine.take_new_here(MAX_STANDING_PROPOSALS)
         ]
 
-    def _is_scarce(self, engine: EngineBatch, latency: LatencyModel, tpot_slo_s: float) -> bool:
+    def _is_scarce(self, engine: EngineBatch, latency: LatencyModel, decodes: DecodeSet) -> bool:
         """Say whether each prefill token counts: decodes alone take much of their objective, or of the seats."""
-        if not self._pace_share or not engine.num_decodes or not tpot_slo_s:
+        if not self._pace_share or not engine.num_decodes or not len(decodes):
             return False
-        if self._decodes is not None and engine.num_decodes >= SCARCE_SEATS * self._decodes.max_num_seqs:
+        if engine.num_decodes >= SCARCE_SEATS * decodes.max_num_seqs:
             return True
-        decodes = IterationShape(num_decodes=engine.num_decodes, decode_context_tokens=engine.decode_context_tokens)
-        return latency.estimate_shape_s(decodes) >= SCARCE_SHARE * tpot_slo_s
+        alone = IterationShape(num_decodes=engine.num_decodes, decode_context_tokens=engine.decode_context_tokens)
+        return latency.estimate_shape_s(alone) >= SCARCE_SHARE * decodes.least_tpot_slo_s
 
     def _find_limit_s(self, now: float, engine: EngineBatch, decodes: DecodeSet) -> float:
         """Find how long the next iteration may take."""
