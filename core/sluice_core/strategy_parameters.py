@@ -59,12 +59,17 @@ class StrategyParameters:
             it is recomputed and decodes in place. Below the lease of handed-off KV.
         tpot_share: Share of the TPOT SLO that prefills may use up.
         least_prefill_share: Share of the TPOT SLO that prefills get in each iteration beside decodes in any case.
+        decode_share: Share of the TPOT SLO that an engine's decodes take, with no more prefills than needed. More
+            requests wait at the router: they miss their own TTFT SLO alone. 0: as many as the engine takes; manifests
+            cannot set it.
         pace_share: Share of the time to its TTFT SLO that a prompt's prefill may take where decodes have nothing to
             spare; 0: prefills take what they are given. Manifests cannot set it.
         late_ttft_factor: A prompt that cannot meet its TTFT SLO waits as if this were so many times as long; 1: it
             keeps its place.
         late_share: Share of the prefill time that such prompts get together while others can meet theirs; 1: by their
             deadlines, whoever else becomes late.
+        late_reserve_share: Share of an engine's seats and KV blocks that such prompts leave free for others; manifests
+            cannot set it.
         overload_order: See ``OverloadOrder``.
         pack_share: Share of the TPOT SLO up to which decodes gather on one engine; 0: they stay where they begin.
         pack_prompt_share: Time of the usual prompt, as a share of the TPOT SLO, from which on they gather;
@@ -92,9 +97,11 @@ class StrategyParameters:
     grant_wait_s: float = 10.0
     tpot_share: float = 0.98
     least_prefill_share: float = 0.1
+    decode_share: float = 0.99
     pace_share: float = 0.8
     late_ttft_factor: float = 3.0
     late_share: float = 0.0
+    late_reserve_share: float = 0.25
     overload_order: OverloadOrder = OverloadOrder.LONGEST_LAST
     pack_share: float = 0.85
     pack_prompt_share: float = 4.0

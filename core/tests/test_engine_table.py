@@ -1,14 +1,17 @@
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice_core.kv_blocks import blocks_for_tokens
+from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.records import EngineId, IterationShape, PrefillRequest, RequestId, Role, Slo
 from sluice_core.scheduling.engine_state import EngineLoad, get_queue_rank, get_view
-from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
+from sluice_core.scheduling.engine_table import PROVEN_OBSERVATIONS, EngineConfig, EngineTable
+from sluice_core.scheduling.prefill_budget import IterationLimits
 from sluice_core.scheduling.prefill_feasibility import estimate_prefill, record_prefill
 
 SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)
@@ -162,15 +165,84 @@ def test_a_removed_engine_is_forgotten(table):
 
 def test_a_limit_of_iterations_leaves_less_room_and_its_end_gives_it_back(table):
     assert table[A].room_tokens == 2048
-    table.limit_iterations(0.05)
+    table.limit_iterations(IterationLimits(0.05))
     assert 0 < table[A].room_tokens < 2048
-    table.limit_iterations(math.inf)
+    table.limit_iterations(IterationLimits(math.inf))
     assert table[A].room_tokens == 2048
+
+
+LINE = IterationProfile(  # 10 ms, and 1 ms + 100 us for each decode of 100 tokens
+    linear_s=(0.0, 0.01), decode_request_s=1e-3, decode_context_s=1e-6, num_observations=PROVEN_OBSERVATIONS
+)
+
+
+def make_decodes(number, each_tokens=100):
+    return load(running_decodes=number, decode_context_tokens=number * each_tokens)
+
+
+def make_limited(profile=LINE, decodes_s=math.inf):
+    """A table with one engine of 64 seats, whose first 1000 tokens of an iteration take no time of their own."""
+    profile = replace(profile, linear_s=(0.0,) + (0.01,) * 125)
+    table = EngineTable(lambda _: profile)
+    table.add(A, SPEC, role=Role.PREFILL_HEAVY, chunk_size_tokens=2048)
+    table.limit_iterations(IterationLimits(0.05, decodes_s=decodes_s))
+    return table
+
+
+def count_seats(table, number, each_tokens=100):
+    table.report(A, make_decodes(number, each_tokens), 1.0)
+    view = table[A].view
+    assert view.available_seqs == view.num_seats - number
+    return view.num_seats
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "seats"),
+    [(math.inf, 64), (1.0, 64), (0.0541, 40), (0.0539, 39), (0.0321, 20), (0.0112, 4)],
+    ids=["no limit", "more than it takes", "forty", "one less", "twenty", "a sixteenth at least"],
+)
+@pytest.mark.parametrize("number", [1, 10, 50])
+def test_an_engine_has_seats_for_the_decodes_that_an_iteration_may_hold(limit_s, seats, number):
+    assert count_seats(make_limited(decodes_s=limit_s), number) == seats
+
+
+def test_longer_decodes_have_fewer_seats():
+    """Each takes 1 ms + 1 us per token of the 44.1 ms beside the iteration's 10 ms."""
+    table = make_limited(decodes_s=0.0541)
+    assert [count_seats(table, 10, tokens) for tokens in (0, 100, 1000, 3000)] == [44, 40, 22, 11]
+
+
+def test_an_engine_without_decodes_has_all_its_seats():
+    assert count_seats(make_limited(decodes_s=0.0321), 0) == 64
+
+
+def test_what_waits_in_time_and_what_is_on_its_way_take_seats_too():
+    table = make_limited(decodes_s=0.0541)
+    report = make_decodes(10)
+    report.queued_requests, report.queued_prefill_tokens = 5, 500
+    table.report(A, report, 1.0)
+    assert (table[A].view.num_seats, table[A].view.available_seqs) == (40, 25)
+    place(table, A, "r")
+    assert (table[A].view.num_seats, table[A].view.available_seqs) == (40, 24)
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        replace(LINE, decode_request_s=0.5),
+        replace(LINE, decode_request_s=0.0, decode_context_s=0.0),
+        replace(LINE, num_observations=PROVEN_OBSERVATIONS - 1),
+    ],
+    ids=["one is too many", "they cost nothing", "hardly measured"],
+)
+def test_seats_are_not_limited_where_that_would_help_nobody(profile):
+    """Prompts would wait for nothing, or because of a guess."""
+    assert count_seats(make_limited(profile, decodes_s=0.0321), 10) == 64
 
 
 def test_a_limit_that_no_iteration_keeps_binds_beside_decodes_alone(table):
     """Nothing would ever be placed on an engine that idles."""
-    table.limit_iterations(1e-6)
+    table.limit_iterations(IterationLimits(1e-6))
     assert (table[A].room_tokens, set(table.blocked)) == (2048, set())
     table.report(A, load(running_decodes=3, decode_context_tokens=900), 1.0)
     assert (table[A].room_tokens, set(table.blocked)) == (0, {A})

@@ -202,7 +202,7 @@ def test_more_answers_are_in_time_where_prompts_take_their_time(schedules_ahead)
         cell = Cell(
             engines=[replace(engine, profile=H100)],
             strategy=get_strategy("sluice"),
-            parameters=StrategyParameters(pace_share=pace_share),
+            parameters=StrategyParameters(pace_share=pace_share, decode_share=0.0),
             options=SimOptions(schedules_ahead=schedules_ahead),
         )
         simulation = Simulation(cell, arrivals)

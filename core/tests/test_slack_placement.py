@@ -19,7 +19,7 @@ def test_seats_are_what_lacks_where_one_engine_has_the_kv():
 
 def test_late_prompts_that_had_their_share_let_others_go_first():
     """The first takes more than a second, all that late prompts may save up."""
-    router = SLUICE.make_router(StrategyParameters(late_share=0.0, credit_s=0.0), random.Random(1))
+    router = SLUICE.make_router(StrategyParameters(late_share=0.01, credit_s=0.0), random.Random(1))
     for number, order in ((1, ["late-1", "fresh-1"]), (2, ["fresh-2", "late-2"])):
         late = make_prefill(f"late-{number}", arrival_s=0.0, tokens=12_000)
         fresh = make_prefill(f"fresh-{number}", arrival_s=9.0)

@@ -306,13 +306,17 @@ def test_an_engine_gets_no_more_than_its_credit_and_the_rest_waits_by_deadline()
 
 
 def test_a_late_prompt_waits_no_longer_than_its_second_deadline():
-    """Late ones go behind; from the second deadline on, before all that came later."""
-    late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=9.0)
-    assert [one.request_id for one in assign(make_table(EngineLoad()), late, fresh)] == ["late", "fresh"]
-    fresh = make_prefill("fresh", arrival_s=7.0)
-    assert [one.request_id for one in assign(make_table(EngineLoad()), late, fresh)] == ["fresh", "late"]
-    in_order = assign(make_table(EngineLoad()), late, fresh, late_ttft_factor=1.0)
-    assert [one.request_id for one in in_order] == ["late", "fresh"]
+    """Late ones go behind; from the second deadline on, before all that came later, where they have a share."""
+
+    def find_order(arrival_s, share, **parameters):
+        late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=arrival_s)
+        decisions = assign(make_table(EngineLoad()), late, fresh, late_share=share, **parameters)
+        return [one.request_id for one in decisions]
+
+    assert find_order(9.0, 0.1) == ["late", "fresh"]
+    assert find_order(7.0, 0.1) == ["fresh", "late"]
+    assert find_order(7.0, 0.1, late_ttft_factor=1.0) == ["late", "fresh"]
+    assert find_order(9.0, 0.0) == ["fresh", "late"]
 
 
 def test_a_prompt_waits_at_the_router_while_engines_have_no_seat():

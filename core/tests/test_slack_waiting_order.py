@@ -14,6 +14,7 @@ from sluice_core.records import EngineId, Hold, Place, PrefillRequest, Role
 from sluice_core.scheduling.engine_state import EngineLoad, get_view
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.slack.slack_waiting_order import WaitingOrder
+from sluice_core.scheduling.waiting_order import MAX_ASSIGNED_AT_ONCE, select_urgent
 from sluice_core.strategy_parameters import StrategyParameters
 
 
@@ -125,13 +126,33 @@ def compute_turn(order: WaitingOrder) -> int:
 
 def test_late_prompts_wait_for_their_turn_once_their_credit_of_a_second_is_spent():
     late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=100.0)
-    order, table = WaitingOrder(StrategyParameters(late_share=0.0)), make_line_table()
+    order, table = WaitingOrder(StrategyParameters(late_share=0.5)), make_line_table()
     order.sort(100.0, [late, fresh], table)
-    turns = []
-    for execute_s in (0.5, 0.25, 0.25):
+    turns = [compute_turn(order)]
+    for execute_s in (1.0, 0.5, 0.5):
         order.note_placed(100.0, late, execute_s)
         turns.append(compute_turn(order))
-    assert turns == [turns[0], turns[0], turns[0] + 1]
+    assert [turn - turns[0] for turn in turns] == [0, 0, 0, 1]
+
+
+def test_prompts_in_time_are_seen_behind_any_number_of_late_ones():
+    """A pass looks at the most urgent alone. Late prompts without a share used to be among these for a second."""
+    router = SLUICE.make_router(StrategyParameters(), random.Random(1))
+    late = [make_prefill(f"late {number}", arrival_s=0.0) for number in range(MAX_ASSIGNED_AT_ONCE)]
+    fresh = make_prefill("fresh", arrival_s=100.0)
+
+    def compute_urgency(request):
+        return router.compute_urgency(
+            100.0,
+            is_recovery=False,
+            next_token_due_s=0.0,
+            priority=0,
+            arrival_s=request.arrival_s,
+            ttft_slo_s=request.slo.ttft_s,
+            prompt_tokens=request.prompt_tokens,
+        )
+
+    assert fresh in select_urgent([*late, fresh], compute_urgency)
 
 
 def test_a_late_prompt_that_waits_alone_costs_nobody_anything():

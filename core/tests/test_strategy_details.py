@@ -19,6 +19,7 @@ from sluice_core.scheduling.prefill_budget import fit_prefill_budget
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.scheduling.rolling.macro_instances import MacroInstances
 from sluice_core.scheduling.slack.decode_packing import DecodePacking
+from sluice_core.scheduling.slack.usual_request import UsualRequest
 from sluice_core.scheduling.splitting.predicted_output_lengths import (
     KnownLengths,
     NoisyLengths,
@@ -209,10 +210,10 @@ def pack(packing, table, *, tpot_slo_s=1.0, num_blocks=100, excluded=frozenset()
 
 def make_packing(*prompts, **parameters):
     values = {"pack_share": 0.5, "pack_prompt_share": 0.0, "watermark": 0.75}
-    packing = DecodePacking(StrategyParameters(**values | parameters))
+    usual = UsualRequest()
     for tokens in prompts:
-        packing.note_placed(tokens)
-    return packing
+        usual.note_placed(tokens)
+    return DecodePacking(StrategyParameters(**values | parameters), usual)
 
 
 @pytest.mark.parametrize(("prompt_share", "target"), [(0.209, "e1"), (0.211, None)])

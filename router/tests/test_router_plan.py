@@ -8,6 +8,7 @@ from fake_engine import PARAMETERS, make_plan
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_core.records import EngineId, Role
+from sluice_core.scheduling.prefill_budget import IterationLimits
 from sluice_router.errors import PlanRefusedError
 
 PD = {"p0": "P", "d0": "D"}
@@ -355,7 +356,7 @@ def test_the_limits_of_a_strategy_end_with_it():
     harness.run()
     table = harness.state.engines.table
     rooms = [engine.room_tokens for engine in table]
-    table.limit_iterations(0.023)
+    table.limit_iterations(IterationLimits(0.023))
     assert all(engine.room_tokens < room for engine, room in zip(table, rooms, strict=True))
     harness.router.apply_plan(make_plan(PD, generation=2))
     assert [engine.room_tokens for engine in table] == rooms

@@ -97,7 +97,8 @@ class EngineView:
         room_tokens: Prefill budget.
         kv_tokens: Tokens that the KV cache holds.
         available_tokens: Tokens of a prompt for which KV blocks are left. Prompts that go last have taken none.
-        available_seqs: Requests for which there are seats, beside those that run, wait in time or are on their way.
+        num_seats: Requests that it may have at a time.
+        available_seqs: Of these, seats beside those that run, wait in time or are on their way.
         late_tokens: Tokens of the prompts that go last: a late one finds so many fewer.
         late_requests: These prompts.
         transfer_latency_s: Fixed part of T; 0 where decode stays.
@@ -119,6 +120,7 @@ class EngineView:
         "late_requests",
         "late_s",
         "late_tokens",
+        "num_seats",
         "per_iteration_s",
         "per_token_s",
         "per_work_s",
@@ -143,6 +145,7 @@ class EngineView:
         room_tokens: int,
         kv_tokens: int,
         available_tokens: int,
+        num_seats: int,
         available_seqs: int,
         late_tokens: int,
         late_requests: int,
@@ -163,6 +166,7 @@ class EngineView:
         self.room_tokens = room_tokens
         self.kv_tokens = kv_tokens
         self.available_tokens = available_tokens
+        self.num_seats = num_seats
         self.available_seqs = available_seqs
         self.late_tokens = late_tokens
         self.late_requests = late_requests

@@ -17,7 +17,7 @@ from sluice_core.latency import (
 from sluice_core.records import EngineId, IterationShape, RequestId, Role
 from sluice_core.router_shares import SHARE_MARGIN_TOKENS
 from sluice_core.scheduling.engine_state import EngineConfig, EngineLoad, EngineState, EngineView, Entry, InFlight
-from sluice_core.scheduling.prefill_budget import fit_prefill_budget
+from sluice_core.scheduling.prefill_budget import IterationLimits, count_fitting_decodes, fit_prefill_budget
 
 __all__ = [
     "PROVEN_OBSERVATIONS",
@@ -32,6 +32,7 @@ __all__ = [
 
 PROVEN_OBSERVATIONS: Final = 100  # with fewer fitted iterations an estimate justifies no rejection
 RECOVERY_SHARE: Final = 0.5  # of an engine's prefill time, while other prefills wait there
+LEAST_SEATS: Final = 16  # part of max_num_seqs for which there are seats however little time decodes may take
 RECOVERY_BURST_S: Final = 0.5  # recovery work that an engine takes ahead of that share
 _RATE_GAIN: Final = 0.2  # weight of the newest pull rate in the running mean
 
@@ -71,8 +72,7 @@ class EngineTable:
         self._states: dict[EngineId, EngineState] = {}
         self._num_added = 0
         self._has_uniform_chunk_size = True
-        self._iteration_limit_s = math.inf
-        self._least_prefill_s = 0.0
+        self._limits = IterationLimits()
         self._separates_phases = False
 
     def __len__(self) -> int:
@@ -121,15 +121,10 @@ class EngineTable:
         """True when all engines that do not drain have one chunk size: no transfer, no flow."""
         return self._has_uniform_chunk_size
 
-    def limit_iterations(self, limit_s: float, least_prefill_s: float = 0.0) -> None:
-        """Set how long iterations with prefills take at most; engines then take that many prefill tokens in each.
-
-        Args:
-            limit_s: The limit.
-            least_prefill_s: Time that prefills have beside decodes in any case.
-        """
-        if (limit_s, least_prefill_s) != (self._iteration_limit_s, self._least_prefill_s):
-            self._iteration_limit_s, self._least_prefill_s = limit_s, least_prefill_s
+    def limit_iterations(self, limits: IterationLimits) -> None:
+        """Set how long iterations take at most: engines have prefill budgets and seats accordingly."""
+        if limits != self._limits:
+            self._limits = limits
             self._stale.update(self._states)
 
     def separate_phases(self, *, separates: bool) -> None:
@@ -299,14 +294,15 @@ class EngineTable:
         num_decodes, context_tokens = self._find_decodes_beside(state)
         num_counted = num_decodes if self._counts_decodes else 0
         state.room_tokens = max(0, min(state.chunk_size_tokens, state.config.max_batch_tokens) - num_counted)
-        if self._iteration_limit_s < math.inf:
+        limits = self._limits
+        if limits.iteration_s < math.inf:
             fitting = fit_prefill_budget(
                 state.latency,
-                self._iteration_limit_s,
+                limits.iteration_s,
                 state.room_tokens,
                 num_decodes,
                 context_tokens,
-                least_prefill_s=self._least_prefill_s,
+                least_prefill_s=limits.least_prefill_s,
             )
             # Without decodes the chunk size alone limits an iteration: prompts do not wait for ever for an engine
             # that is fast enough.
@@ -355,6 +351,8 @@ class EngineTable:
         transfers = not self._has_uniform_chunk_size and state.role is Role.PREFILL_HEAVY
         rate = self.pull_bytes_per_s or DEFAULT_TRANSFER_BYTES_PER_S
         available_blocks = load.kv_blocks_total - state.committed_kv_blocks - state.reserved_kv_blocks
+        num_taken = state.num_committed_seqs + load.timely_requests + len(state.in_flight)
+        num_seats = self._count_seats(state, num_taken)
         num_decodes, context_tokens = self._find_decodes_beside(state)
         prefill = state.latency.compute_prefill_coefficients(num_decodes, context_tokens, state.room_tokens)
         return EngineView(
@@ -369,18 +367,25 @@ class EngineTable:
             room_tokens=state.room_tokens,
             kv_tokens=load.kv_blocks_total * state.config.block_size_tokens,
             available_tokens=available_blocks * state.config.block_size_tokens,
-            available_seqs=state.config.max_num_seqs
-            - state.num_committed_seqs
-            - load.timely_requests
-            - len(state.in_flight),
+            num_seats=num_seats,
+            available_seqs=num_seats - num_taken,
             late_tokens=load.late_prefill_tokens,
             late_requests=load.late_requests,
             transfer_latency_s=TRANSFER_LATENCY_S if transfers else 0.0,
             transfer_per_token_s=state.config.kv_bytes_per_token / rate if transfers else 0.0,
-            is_proven=state.latency.num_observations >= PROVEN_OBSERVATIONS,
+            is_proven=_is_proven(state),
             blocked_reason=_find_blocked_reason(state),
             is_of_others=load.is_of_others,
         )
+
+    def _count_seats(self, state: EngineState, num_taken: int) -> int:
+        """Count the requests that an engine may have: all of them decode in the end, with contexts as long as now."""
+        load, num_seats = state.load, state.config.max_num_seqs
+        if self._limits.decodes_s == math.inf or not load.running_decodes or not _is_proven(state):
+            return num_seats
+        context_tokens = load.decode_context_tokens / load.running_decodes
+        num_fitting = count_fitting_decodes(state.latency, self._limits, num_taken, context_tokens)
+        return num_seats if num_fitting is None else min(num_seats, max(num_fitting, -(-num_seats // LEAST_SEATS)))
 
     def _find_decodes_beside(self, state: EngineState) -> tuple[int, int]:
         """Find the decodes that share an engine's iterations with prefills, and the sum of their contexts."""
@@ -441,6 +446,7 @@ def _count_placement(view: EngineView, state: EngineState, blocks: int) -> Engin
         room_tokens=view.room_tokens,
         kv_tokens=view.kv_tokens,
         available_tokens=view.available_tokens - blocks * state.config.block_size_tokens,
+        num_seats=view.num_seats,
         available_seqs=view.available_seqs - 1,
         late_tokens=view.late_tokens,
         late_requests=view.late_requests,
@@ -450,6 +456,11 @@ def _count_placement(view: EngineView, state: EngineState, blocks: int) -> Engin
         blocked_reason=view.blocked_reason,
         is_of_others=view.is_of_others,
     )
+
+
+def _is_proven(state: EngineState) -> bool:
+    """Say whether an engine's latency model has seen ``PROVEN_OBSERVATIONS`` iterations."""
+    return state.latency.num_observations >= PROVEN_OBSERVATIONS
 
 
 def _find_blocked_reason(state: EngineState) -> str:

@@ -1,11 +1,30 @@
-"""The prefill budget of an iteration: how many prefill tokens it may hold within a time."""
+"""What an iteration may hold within a time: how many prefill tokens beside its decodes, and how many decodes."""
 
 from __future__ import annotations
 
 import math
+from typing import Final, NamedTuple
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import IterationShape
+
+_STEP_DECODES: Final = 16  # GEMMs take steps of so many tokens
+
+
+class IterationLimits(NamedTuple):
+    """How long the iterations of engines may take.
+
+    Args:
+        iteration_s: With as many prefill tokens as fit, in seconds.
+        least_prefill_s: Time that prefills have beside decodes in any case.
+        decodes_s: With no more prefills than that, or than decodes bring. An engine has no seats for more decodes.
+        prefill_per_decode: Prefill tokens that decodes bring, for each token of theirs.
+    """
+
+    iteration_s: float = math.inf
+    least_prefill_s: float = 0.0
+    decodes_s: float = math.inf
+    prefill_per_decode: float = 0.0
 
 
 class PrefillBudget:
@@ -64,6 +83,38 @@ def fit_prefill_budget(
         return PrefillBudget(low, 0.0)
     coefficients = latency.compute_prefill_coefficients(num_decodes, decode_context_tokens, low)
     return PrefillBudget(low, coefficients.per_work_s * low / (low_s - least_s))
+
+
+def count_fitting_decodes(
+    latency: LatencyModel, limits: IterationLimits, num_decodes: int, context_tokens: float
+) -> int | None:
+    """Count the decodes with which an iteration ends within a limit, beside the prefills that they bring.
+
+    Args:
+        latency: How long the engine's iterations take.
+        limits: ``decodes_s`` and what follows.
+        num_decodes: About how many there are: around it the time is taken to grow evenly.
+        context_tokens: Context of each.
+
+    Returns:
+        The number; None: not even one fits, or more of them take no longer, so that their number does not matter.
+    """
+
+    def estimate_s(number: int) -> float:
+        contexts = round(number * context_tokens)
+        alone_s = latency.estimate_shape_s(IterationShape(num_decodes=number, decode_context_tokens=contexts))
+        prefill_tokens = round(number * limits.prefill_per_decode)
+        if not prefill_tokens or not limits.least_prefill_s:
+            return alone_s
+        beside_s = estimate_chunk_s(latency, prefill_tokens, number, contexts)
+        return min(alone_s + limits.least_prefill_s, beside_s)
+
+    now_s = estimate_s(num_decodes)
+    step_s = estimate_s(num_decodes + _STEP_DECODES) - now_s
+    if step_s <= 0.0:
+        return None
+    number = num_decodes + math.floor((limits.decodes_s - now_s) * _STEP_DECODES / step_s)
+    return number if number > 0 else None
 
 
 def estimate_chunk_s(latency: LatencyModel, tokens: int, num_decodes: int, decode_context_tokens: int) -> float:

@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sluice_core.latency import LatencyModel
-from sluice_core.records import Decision, EngineId, MoveCause, PrefillRequest
+from sluice_core.records import Decision, EngineId, MoveCause, PrefillRequest, RequestId
 from sluice_core.scheduling.batching.tpot_slack import SlackBatching
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.engine_policy import EnginePolicy, PrefillSelector
 from sluice_core.scheduling.engine_table import EngineTable
+from sluice_core.scheduling.prefill_budget import IterationLimits
 from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.scheduling.slack.slack_placement import SlackPlacement
@@ -65,8 +66,18 @@ class SlackRouter(RoleRouter):
         tpot_slo_s = min((request.slo.tpot_s for request in requests), default=math.inf)
         if tpot_slo_s < math.inf:
             parameters = self._slack_placement.parameters
-            engines.limit_iterations(parameters.tpot_share * tpot_slo_s, parameters.least_prefill_share * tpot_slo_s)
+            limits = IterationLimits(
+                iteration_s=parameters.tpot_share * tpot_slo_s,
+                least_prefill_s=parameters.least_prefill_share * tpot_slo_s,
+                decodes_s=parameters.decode_share * tpot_slo_s if parameters.decode_share else math.inf,
+                prefill_per_decode=self._slack_placement.usual.compute_prompt_per_output(),
+            )
+            engines.limit_iterations(limits)
         return super().assign(now, requests, engines)
+
+    def note_finished(self, request_id: RequestId, output_tokens: int) -> None:  # noqa: ARG002 - see the base
+        """See ``RouterPolicy.note_finished``."""
+        self._slack_placement.usual.note_finished(output_tokens)
 
     def compute_urgency(
         self,

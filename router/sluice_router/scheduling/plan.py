@@ -6,12 +6,12 @@ The highest (cluster uid, generation) wins. A role counts from the engine's ackn
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_core.records import EnginePlan, Plan, Role
 from sluice_core.scheduling.engine_table import EngineTable
+from sluice_core.scheduling.prefill_budget import IterationLimits
 from sluice_core.strategies import get_strategy
 from sluice_router.errors import PlanRefusedError
 from sluice_router.scheduling import model_match, wire_conversion
@@ -42,7 +42,7 @@ def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
         return
     state.metrics.count("plans", "applied")
     _set_policy(state.active, plan, state.rng)
-    state.engines.table.limit_iterations(math.inf)
+    state.engines.table.limit_iterations(IterationLimits())
     state.engines.table.separate_phases(separates=False)
     state.active.plan = plan
     state.limiter.set_limits(plan.owner_limits, plan.num_routers)

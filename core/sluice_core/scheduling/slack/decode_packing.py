@@ -10,35 +10,28 @@ decodes gather only if a usual prompt takes ``pack_prompt_share`` of the TPOT ob
 from __future__ import annotations
 
 import math
-from typing import Final
 
 from sluice_core.records import EngineId, IterationShape
 from sluice_core.scheduling.decode_flow import FlowRequest
 from sluice_core.scheduling.engine_state import EngineState
 from sluice_core.scheduling.engine_table import EngineTable
+from sluice_core.scheduling.slack.usual_request import UsualRequest
 from sluice_core.strategy_parameters import StrategyParameters
-
-_LEAST_GAIN: Final = 0.02  # weight of the newest length in a running mean
 
 
 class DecodePacking:
-    """Picks the engine of a decode; see the module. Mutable: it learns how long requests are.
+    """Picks the engine of a decode; see the module.
 
     Args:
         parameters: Of the strategy.
+        usual: What requests are like.
     """
 
-    def __init__(self, parameters: StrategyParameters) -> None:
+    def __init__(self, parameters: StrategyParameters, usual: UsualRequest) -> None:
         self._share = parameters.pack_share
         self._prompt_share = parameters.pack_prompt_share
         self._watermark = parameters.watermark
-        self._prompt_tokens = 0.0
-        self._num_placed = 0
-
-    def note_placed(self, prompt_tokens: int) -> None:
-        """Learn from a prompt that was placed."""
-        self._num_placed += 1
-        self._prompt_tokens += max(_LEAST_GAIN, 1.0 / self._num_placed) * (prompt_tokens - self._prompt_tokens)
+        self._usual = usual
 
     def target(self, request: FlowRequest, engines: EngineTable) -> EngineId | None:
         """Pick the fullest engine that still meets the objective.
@@ -53,7 +46,7 @@ class DecodePacking:
         source = engines.peek(request.source)
         if source is None or request.tpot_slo_s == math.inf:
             return None
-        tokens = round(self._prompt_tokens)
+        tokens = round(self._usual.prompt_tokens)
         prompt = IterationShape(prefill_tokens=tokens, attention_work=tokens * tokens / 2, num_chunks=min(1, tokens))
         prompt_s = source.latency.estimate_shape_s(prompt)
         if prompt_s < self._prompt_share * request.tpot_slo_s:

@@ -21,6 +21,7 @@ from sluice_core.scheduling.prefill_feasibility import AssignPass
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.slack.decode_packing import DecodePacking
 from sluice_core.scheduling.slack.slack_waiting_order import WaitingOrder
+from sluice_core.scheduling.slack.usual_request import UsualRequest
 from sluice_core.strategy_parameters import StrategyParameters
 
 # Requests for which another router's engine must have room beside a prompt: all routers see the seat that gets free,
@@ -39,12 +40,14 @@ class SlackPlacement(LengthAwarePlacement):
     Attributes:
         waiting_order: Orders what waits.
         packing: Picks the engines of decodes.
+        usual: What requests are like.
     """
 
     def __init__(self, parameters: StrategyParameters, rng: random.Random, num_records: int = NUM_RECORDS) -> None:
         super().__init__(parameters, rng, num_records)
         self.waiting_order = WaitingOrder(parameters)
-        self.packing = DecodePacking(parameters)
+        self.usual = UsualRequest()
+        self.packing = DecodePacking(parameters, self.usual)
 
     def order(self, now: float, waiting: list[PrefillRequest], engines: EngineTable) -> list[PrefillRequest]:
         """See ``LengthAwarePlacement.order`` and ``WaitingOrder``."""
@@ -66,14 +69,14 @@ class SlackPlacement(LengthAwarePlacement):
         rejected = None if is_feasible else reject_late(assign_pass, request, candidates, deadline_s)
         if rejected is not None:
             return rejected
-        if not is_feasible and not _has_room_after_late(view, request):
+        if not is_feasible and not self._has_room_for_late(view, request):
             return Hold(request_id=request.request_id, reason="seats")
         # One that will be late waits on the engine behind those that are. So these count for it alone.
         ahead_s = view.free_at_s - assign_pass.now + (0.0 if is_feasible else view.late_s)
         if credit_s and ahead_s > credit_s:
             return Hold(request_id=request.request_id, reason="late_binding")
         self.waiting_order.note_placed(assign_pass.now, request, done_s - max(view.free_at_s, assign_pass.now))
-        self.packing.note_placed(request.prompt_tokens)
+        self.usual.note_placed(request.prompt_tokens)
         return assign_pass.place(request, entry, "feasible" if is_feasible else "least_late", is_feasible=is_feasible)
 
     def _hold_for_room(self, assign_pass: AssignPass, request: PrefillRequest, candidates: Sequence[Entry]) -> Hold:
@@ -108,6 +111,19 @@ class SlackPlacement(LengthAwarePlacement):
                 best, least_s = entry, done_s
         return best
 
+    def _has_room_for_late(self, view: EngineView, request: PrefillRequest) -> bool:
+        """Say whether an engine has a seat and KV blocks for a late prompt, which leaves some free for others.
+
+        It is behind the late ones that wait there. An idle engine keeps nothing free: any prompt that fits can begin.
+        """
+        share = self.parameters.late_reserve_share
+        kept_seqs = min(share * view.num_seats, view.num_seats - view.available_seqs)
+        kept_tokens = min(share * view.kv_tokens, view.kv_tokens - view.available_tokens)
+        return (
+            view.available_seqs - view.late_requests >= 1 + kept_seqs
+            and view.available_tokens - view.late_tokens >= request.prompt_tokens + kept_tokens
+        )
+
     def _get_credit_s(self, assign_pass: AssignPass, request: PrefillRequest) -> float:
         """Get the prefill work that an engine is given ahead, in seconds; 0: all of it, as it arrives.
 
@@ -121,11 +137,3 @@ class SlackPlacement(LengthAwarePlacement):
 def _has_own(request: PrefillRequest, candidates: Sequence[Entry]) -> bool:
     """Say whether an engine of the router's own share could hold a prompt, so that it need not wait for ever."""
     return any(not view.is_of_others and view.kv_tokens >= request.prompt_tokens for view in map(get_view, candidates))
-
-
-def _has_room_after_late(view: EngineView, request: PrefillRequest) -> bool:
-    """Say whether an engine has a seat and KV blocks for a late prompt behind the late ones that wait there."""
-    return (
-        view.available_seqs - view.late_requests >= 1
-        and view.available_tokens - view.late_tokens >= request.prompt_tokens
-    )

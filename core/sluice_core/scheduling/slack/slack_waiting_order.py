@@ -44,7 +44,7 @@ class WaitingOrder:
         self._token_s = 0.0
         self._square_s = 0.0
         self._iteration_s = 0.0
-        self._late_credit_s = _MOST_CREDIT_S
+        self._late_credit_s = _MOST_CREDIT_S if self._late_share else 0.0
         self._has_others = False
 
     def sort(self, now: float, waiting: list[PrefillRequest], engines: EngineTable) -> list[PrefillRequest]:
@@ -61,9 +61,10 @@ class WaitingOrder:
         self._token_s = min((entry[4] for entry in engines.order), default=0.0)
         self._square_s = min((entry[5] for entry in engines.order), default=0.0)
         self._iteration_s = min((entry[7] for entry in engines.order), default=0.0)
-        waiting.sort(key=lambda request: self._get_urgency(now, request))
-        if waiting[-1].turn:
-            return waiting  # owners take turns, whoever is late
+        takes_turns = any(request.turn for request in waiting)
+        waiting.sort(key=lambda request: self._get_urgency(now, request, takes_turns=takes_turns))
+        if takes_turns:
+            return waiting  # those of owners, whoever is late
         late: list[PrefillRequest] = []
         others: list[PrefillRequest] = []
         for request in waiting:
@@ -111,9 +112,12 @@ class WaitingOrder:
         compute_s = prompt_tokens * (self._token_s + self._square_s * prompt_tokens)
         return _ITERATIONS_BEFORE * self._iteration_s + compute_s
 
-    def _get_urgency(self, now: float, request: PrefillRequest) -> Urgency:
+    def _get_urgency(self, now: float, request: PrefillRequest, *, takes_turns: bool) -> Urgency:
         if request.is_recovery or request.turn:
             return get_urgency(request)
+        if takes_turns:
+            due_s = request.arrival_s + request.slo.ttft_s
+            return compute_urgency(is_recovery=False, next_token_due_s=0.0, priority=request.priority, arrival_s=due_s)
         return self.compute_urgency(
             now,
             arrival_s=request.arrival_s,

@@ -23,6 +23,7 @@ from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import EngineState, get_view
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.placement_records import NUM_RECORDS
+from sluice_core.scheduling.prefill_budget import IterationLimits
 from sluice_core.scheduling.prefill_feasibility import AssignPass
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.splitting.execution_predictor import ExecutionPredictor
@@ -91,7 +92,7 @@ class SplitPlacement(LengthAwarePlacement):
         requests = list(waiting)
         limit_s = self.parameters.tbt_target_s or min((request.slo.tpot_s for request in requests), default=math.inf)
         if limit_s < math.inf:
-            engines.limit_iterations(limit_s)
+            engines.limit_iterations(IterationLimits(limit_s))
         return super().assign(now, requests, engines)
 
     def note_finished(self, request_id: RequestId, output_tokens: int) -> None:
