@@ -1,6 +1,6 @@
-"""What a decision costs: placements (Algorithm 2) and flow (Algorithm 1), pure Python, CPU time of one core.
+"""What a decision costs: placements of TaiChi and of Sluice, and flow (Algorithm 1), CPU time of one core.
 
-    .venv/bin/python benchmarks/placement/run.py [--json OUT] [--decisions N] [--repeats N]
+    .venv/bin/python benchmarks/placement/run.py [--strategy NAME] [--json OUT] [--decisions N] [--repeats N]
 
 Placement: one ``assign`` of one request with its bookkeeping and decision record, the submit number noted. The report
 of an engine that includes the placement is timed apart. Load cases: ``idle`` (all queues empty, so all engines tie),
@@ -32,9 +32,9 @@ from sluice_core.records import EngineId, IterationShape, Place, PrefillRequest,
 from sluice_core.scheduling.decode_flow import FlowPolicy
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_state import EngineLoad
-from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
+from sluice_core.scheduling.engine_table import PROVEN_OBSERVATIONS, EngineConfig, EngineTable
 from sluice_core.scheduling.prefix_index import PrefixIndex
+from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 ENGINES = (8, 64, 256, 1024)
 DECODES = (64, 256, 1024)
+STRATEGIES = ("taichi", "sluice")
 LOAD_CASES = ("idle", "steady", "nothing", "cached")
 MOVES_PER_ITERATION = 8
 TARGET_P99_US = {64: 20.0, 1024: 200.0}  # by number of engines
@@ -72,15 +73,16 @@ def make_load(rng: random.Random, case: str, last_submit_number: int) -> EngineL
     )
 
 
-def make_table(rng: random.Random, num_engines: int, case: str) -> EngineTable:
-    """Make a table of half P-heavy, half D-heavy engines with fitted models and one report each."""
+def make_table(rng: random.Random, num_engines: int, case: str, *, has_roles: bool) -> EngineTable:
+    """Make a table of half P-heavy, half D-heavy engines, or of equal ones, with fitted models and one report each."""
     table = EngineTable()
     for number in range(num_engines):
         engine_id = EngineId(f"engine-{number}")
         is_prefill_heavy = number % 2 == 0
         role = Role.PREFILL_HEAVY if is_prefill_heavy else Role.DECODE_HEAVY
-        table.add(engine_id, _SPEC, role=role, chunk_size_tokens=2048 if is_prefill_heavy else 256)
-        for _ in range(10):  # iterations of one kind: the model of ten is that of a hundred
+        chunk_size_tokens = 2048 if is_prefill_heavy or not has_roles else 256
+        table.add(engine_id, _SPEC, role=role, chunk_size_tokens=chunk_size_tokens)
+        for _ in range(PROVEN_OBSERVATIONS):
             table.observe_iteration(engine_id, IterationShape(prefill_tokens=512, num_chunks=1, num_decodes=32), 0.06)
         table.report(engine_id, make_load(rng, case, 0), 0.0)
     return table
@@ -104,11 +106,11 @@ def match(index: PrefixIndex, hashes: Sequence[int]) -> tuple[dict[EngineId, int
     return cached, time.thread_time_ns() - start
 
 
-def measure_placement(num_engines: int, case: str, num_decisions: int) -> dict[str, object]:
+def measure_placement(strategy: str, num_engines: int, case: str, num_decisions: int) -> dict[str, object]:
     """Time decisions and the reports that follow them."""
     rng = random.Random(num_engines)
-    table = make_table(rng, num_engines, case)
-    policy = LengthAwarePlacement(StrategyParameters(), random.Random(1))
+    table = make_table(rng, num_engines, case, has_roles=get_strategy(strategy).sliders.has_roles)
+    policy = get_strategy(strategy).make_router(StrategyParameters(), random.Random(1))
     slo = Slo(ttft_s=1e-3 if case == "nothing" else 4.0, tpot_s=0.07)
     submit_numbers = dict.fromkeys((state.engine_id for state in table), 0)
     hashes = [rng.getrandbits(64) for _ in range(500)] if case == "cached" else []
@@ -136,6 +138,7 @@ def measure_placement(num_engines: int, case: str, num_decisions: int) -> dict[s
         table.report(reporter, load, now)
         report_ns.append(time.thread_time_ns() - start)
     return {
+        "strategy": strategy,
         "engines": num_engines,
         "case": case,
         "decision_us": summarize(decision_ns),
@@ -246,13 +249,13 @@ def repeat(measure: Callable[[], dict[str, object]], key: str, num_repeats: int)
 def print_tables(placements: list[dict[str, object]], flows: list[dict[str, object]]) -> None:
     """Print what was measured."""
     print("placement, us per decision (assign + bookkeeping + record), and per load report")
-    print(f"{'engines':>8} {'case':>8} {'p50':>8} {'p99':>8} {'report p50':>11} {'report p99':>11}")
+    print(f"{'strategy':>8} {'engines':>8} {'case':>8} {'p50':>8} {'p99':>8} {'report p50':>11} {'report p99':>11}")
     for row in placements:
         decision, report = row["decision_us"], row["report_us"]
         assert isinstance(decision, dict)
         assert isinstance(report, dict)
         print(
-            f"{row['engines']:>8} {row['case']:>8} {decision['p50']:>8} {decision['p99']:>8} "
+            f"{row['strategy']:>8} {row['engines']:>8} {row['case']:>8} {decision['p50']:>8} {decision['p99']:>8} "
             f"{report['p50']:>11} {report['p99']:>11}"
         )
     print("\nflow, us per iteration of one engine (advance + propose)")
@@ -269,6 +272,7 @@ def print_tables(placements: list[dict[str, object]], flows: list[dict[str, obje
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", choices=STRATEGIES, help="placements of this one alone")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--decisions", type=int, default=5000, help="decisions and iterations per row")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each row; the one with the lowest p99 counts")
@@ -278,7 +282,8 @@ def main() -> None:
     gc.set_threshold(50_000, 50, 50)
     repeats, num = arguments.repeats, arguments.decisions
     placements = [
-        repeat(partial(measure_placement, engines, case, num), "decision_us", repeats)
+        repeat(partial(measure_placement, strategy, engines, case, num), "decision_us", repeats)
+        for strategy in ([arguments.strategy] if arguments.strategy else STRATEGIES)
         for engines in ENGINES
         for case in LOAD_CASES
     ]

@@ -80,9 +80,9 @@ def test_strategies_are_compared_on_the_same_requests(tmp_path: Path) -> None:
 
 def test_placement_measures_each_number_of_engines(tmp_path: Path) -> None:
     figures = run(tmp_path, "benchmarks/placement/run.py", "--decisions", "20", "--repeats", "1")
-    cells = [(row["engines"], row["case"]) for row in figures["placement"]]
-    assert len(set(cells)) == len(cells) == 16
-    assert {engines for engines, _ in cells} == {int(number) for number in figures["target_p99_us"]} | {8, 256}
+    cells = [(row["strategy"], row["engines"], row["case"]) for row in figures["placement"]]
+    assert len(set(cells)) == len(cells) == 32
+    assert {engines for _, engines, _ in cells} == {int(number) for number in figures["target_p99_us"]} | {8, 256}
     for row in figures["placement"]:
         assert 0 < row["decision_us"]["p50"] <= row["decision_us"]["p99"]
     assert len(figures["flow"]) == 6

@@ -51,7 +51,7 @@ class Slo:
     tpot_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(init=False, slots=True, kw_only=True)
 class IterationShape:
     """What one engine iteration computes.
 
@@ -63,11 +63,26 @@ class IterationShape:
         decode_context_tokens: Sum of the decodes' contexts.
     """
 
-    prefill_tokens: int = 0
-    attention_work: float = 0.0
-    num_chunks: int = 0
-    num_decodes: int = 0
-    decode_context_tokens: int = 0
+    prefill_tokens: Final[int]
+    attention_work: Final[float]
+    num_chunks: Final[int]
+    num_decodes: Final[int]
+    decode_context_tokens: Final[int]
+
+    def __init__(
+        self,
+        *,
+        prefill_tokens: int = 0,
+        attention_work: float = 0.0,
+        num_chunks: int = 0,
+        num_decodes: int = 0,
+        decode_context_tokens: int = 0,
+    ) -> None:
+        self.prefill_tokens = prefill_tokens
+        self.attention_work = attention_work
+        self.num_chunks = num_chunks
+        self.num_decodes = num_decodes
+        self.decode_context_tokens = decode_context_tokens
 
 
 @dataclass(init=False, slots=True, kw_only=True)

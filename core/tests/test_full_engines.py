@@ -150,22 +150,17 @@ def test_an_engine_decodes_no_more_than_its_objective_allows(parameters, least_m
 
 def test_requests_are_counted_as_they_usually_are():
     usual = UsualRequest()
-    assert (usual.compute_prompt_per_output(), usual.output_tokens) == (0.0, GUESSED_OUTPUT_TOKENS)
+    assert (usual.prompt_tokens, usual.output_tokens) == (0.0, GUESSED_OUTPUT_TOKENS)
     for tokens in (500, 1500):
         usual.note_placed(tokens)
-    assert usual.compute_prompt_per_output() == pytest.approx(1000 / GUESSED_OUTPUT_TOKENS)
     usual.note_finished(0)  # given up
-    usual.note_finished(300)
-    usual.note_finished(500)
-    assert usual.output_tokens == 400
-    assert usual.compute_prompt_per_output() == pytest.approx(2.5)
-    usual.note_placed(1300)  # a mean of 1100
-    assert usual.compute_prompt_per_output() == pytest.approx(2.5)
-    usual.note_placed(1300)  # a mean of 1150
-    assert usual.compute_prompt_per_output() == pytest.approx(2.875)
+    for tokens in (300, 500):
+        usual.note_finished(tokens)
+    assert (usual.prompt_tokens, usual.output_tokens) == (1000, 400)
     for _ in range(400):
         usual.note_placed(100)
-    assert usual.prompt_tokens == pytest.approx(100, rel=0.02)
+        usual.note_finished(10)
+    assert (usual.prompt_tokens, usual.output_tokens) == (pytest.approx(100, rel=0.02), pytest.approx(10, rel=0.02))
 
 
 LINE = IterationProfile(
@@ -187,5 +182,6 @@ def test_a_router_learns_what_prompts_its_decodes_bring(output_tokens, num_seats
     router.assign(10.0, [prompt], table)
     if output_tokens is not None:
         router.note_finished(RequestId("a"), output_tokens)
-    router.assign(10.0, [replace(prompt, request_id=RequestId("b"))], table)
+    table.report(EngineId("e0"), EngineLoad(kv_blocks_total=10_000, running_decodes=9), 11.0)
+    router.assign(11.0, [replace(prompt, request_id=RequestId("b"), arrival_s=11.0)], table)
     assert get_view(table.order[0]).num_seats == num_seats

@@ -73,6 +73,7 @@ class EngineTable:
         self._num_added = 0
         self._has_uniform_chunk_size = True
         self._limits = IterationLimits()
+        self._prefill_per_decode = 0.0
         self._separates_phases = False
 
     def __len__(self) -> int:
@@ -121,8 +122,15 @@ class EngineTable:
         """True when all engines that do not drain have one chunk size: no transfer, no flow."""
         return self._has_uniform_chunk_size
 
-    def limit_iterations(self, limits: IterationLimits) -> None:
-        """Set how long iterations take at most: engines have prefill budgets and seats accordingly."""
+    def limit_iterations(self, limits: IterationLimits, *, prefill_per_decode: float = 0.0) -> None:
+        """Set how long iterations take at most: engines have prefill budgets and seats accordingly.
+
+        Args:
+            limits: For each engine at once.
+            prefill_per_decode: Prefill tokens that decodes bring, for each token of theirs. It shifts slowly, and
+                counts from an engine's next report on.
+        """
+        self._prefill_per_decode = prefill_per_decode
         if limits != self._limits:
             self._limits = limits
             self._stale.update(self._states)
@@ -384,7 +392,9 @@ class EngineTable:
         if self._limits.decodes_s == math.inf or not load.running_decodes or not _is_proven(state):
             return num_seats
         context_tokens = load.decode_context_tokens / load.running_decodes
-        num_fitting = count_fitting_decodes(state.latency, self._limits, num_taken, context_tokens)
+        num_fitting = count_fitting_decodes(
+            state.latency, self._limits, num_taken, context_tokens, prefill_per_decode=self._prefill_per_decode
+        )
         return num_seats if num_fitting is None else min(num_seats, max(num_fitting, -(-num_seats // LEAST_SEATS)))
 
     def _find_decodes_beside(self, state: EngineState) -> tuple[int, int]:

@@ -18,13 +18,11 @@ class IterationLimits(NamedTuple):
         iteration_s: With as many prefill tokens as fit, in seconds.
         least_prefill_s: Time that prefills have beside decodes in any case.
         decodes_s: With no more prefills than that, or than decodes bring. An engine has no seats for more decodes.
-        prefill_per_decode: Prefill tokens that decodes bring, for each token of theirs.
     """
 
     iteration_s: float = math.inf
     least_prefill_s: float = 0.0
     decodes_s: float = math.inf
-    prefill_per_decode: float = 0.0
 
 
 class PrefillBudget:
@@ -86,15 +84,21 @@ def fit_prefill_budget(
 
 
 def count_fitting_decodes(
-    latency: LatencyModel, limits: IterationLimits, num_decodes: int, context_tokens: float
+    latency: LatencyModel,
+    limits: IterationLimits,
+    num_decodes: int,
+    context_tokens: float,
+    *,
+    prefill_per_decode: float = 0.0,
 ) -> int | None:
     """Count the decodes with which an iteration ends within a limit, beside the prefills that they bring.
 
     Args:
         latency: How long the engine's iterations take.
-        limits: ``decodes_s`` and what follows.
+        limits: Of the engine.
         num_decodes: About how many there are: around it the time is taken to grow evenly.
         context_tokens: Context of each.
+        prefill_per_decode: Prefill tokens of each.
 
     Returns:
         The number; None: not even one fits, or more of them take no longer, so that their number does not matter.
@@ -103,7 +107,7 @@ def count_fitting_decodes(
     def estimate_s(number: int) -> float:
         contexts = round(number * context_tokens)
         alone_s = latency.estimate_shape_s(IterationShape(num_decodes=number, decode_context_tokens=contexts))
-        prefill_tokens = round(number * limits.prefill_per_decode)
+        prefill_tokens = round(number * prefill_per_decode)
         if not prefill_tokens or not limits.least_prefill_s:
             return alone_s
         beside_s = estimate_chunk_s(latency, prefill_tokens, number, contexts)

@@ -70,9 +70,9 @@ class SlackRouter(RoleRouter):
                 iteration_s=parameters.tpot_share * tpot_slo_s,
                 least_prefill_s=parameters.least_prefill_share * tpot_slo_s,
                 decodes_s=parameters.decode_share * tpot_slo_s if parameters.decode_share else math.inf,
-                prefill_per_decode=self._slack_placement.usual.compute_prompt_per_output(),
             )
-            engines.limit_iterations(limits)
+            usual = self._slack_placement.usual
+            engines.limit_iterations(limits, prefill_per_decode=usual.prompt_tokens / usual.output_tokens)
         return super().assign(now, requests, engines)
 
     def note_finished(self, request_id: RequestId, output_tokens: int) -> None:  # noqa: ARG002 - see the base

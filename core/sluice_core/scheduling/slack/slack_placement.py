@@ -96,13 +96,16 @@ class SlackPlacement(LengthAwarePlacement):
         An engine of another router's share counts as a credit later, and needs some room to spare. Else routers that
         see the same idle engine, or the same free seat, would all take it before a report can say so.
         """
-        num_spare = SPARE_OF_OTHERS if _has_own(request, candidates) else 0
+        num_needed_of_others = 1 + SPARE_OF_OTHERS if _has_own(request, candidates) else 1
+        tokens = request.prompt_tokens
         best: Entry | None = None
         least_s = math.inf
         for entry in candidates:
+            if assign_pass.bound_done_s(request, entry) >= least_s:
+                continue
             view = get_view(entry)
-            num_needed = 1 + num_spare if view.is_of_others else 1
-            if view.available_tokens < num_needed * request.prompt_tokens or view.available_seqs < num_needed:
+            num_needed = num_needed_of_others if view.is_of_others else 1
+            if view.available_tokens < num_needed * tokens or view.available_seqs < num_needed:
                 continue
             done_s = assign_pass.estimate_done_s(request, view)
             if view.is_of_others:

@@ -6,7 +6,6 @@ from typing import Final
 
 GUESSED_OUTPUT_TOKENS: Final = 256  # before the first answer has ended
 _LEAST_GAIN: Final = 0.02  # weight of the newest length in a running mean
-_LEAST_CHANGE: Final = 0.1  # of the ratio: engines are looked at anew whenever it is said anew
 
 
 class UsualRequest:
@@ -22,7 +21,6 @@ class UsualRequest:
         self.output_tokens = float(GUESSED_OUTPUT_TOKENS)
         self._num_placed = 0
         self._num_finished = 0
-        self._prompt_per_output = 0.0
 
     def note_placed(self, prompt_tokens: int) -> None:
         """Learn from a prompt that was placed."""
@@ -34,10 +32,3 @@ class UsualRequest:
         if output_tokens:
             self._num_finished += 1
             self.output_tokens += max(_LEAST_GAIN, 1.0 / self._num_finished) * (output_tokens - self.output_tokens)
-
-    def compute_prompt_per_output(self) -> float:
-        """Compute how many prompt tokens there are per output token, to within ``_LEAST_CHANGE``."""
-        ratio = self.prompt_tokens / self.output_tokens
-        if abs(ratio - self._prompt_per_output) > _LEAST_CHANGE * self._prompt_per_output:
-            self._prompt_per_output = ratio
-        return self._prompt_per_output
