@@ -27,6 +27,7 @@ from sluice_core.strategy_parameters import StrategyParameters
 # Requests for which another router's engine must have room beside a prompt: all routers see the seat that gets free,
 # and what each of them sends there would wait for the next ones.
 SPARE_OF_OTHERS: Final = 4
+OTHERS_DELAY: Final = 0.5  # of a credit, by which such an engine must be done earlier
 
 
 class SlackPlacement(LengthAwarePlacement):
@@ -93,8 +94,8 @@ class SlackPlacement(LengthAwarePlacement):
     ) -> Entry | None:
         """Find where a prompt is done first; None: nothing has the KV blocks and a seat.
 
-        An engine of another router's share counts as a credit later, and needs some room to spare. Else routers that
-        see the same idle engine, or the same free seat, would all take it before a report can say so.
+        An engine of another router's share counts as half a credit later, and needs some room to spare. Else routers
+        that see the same idle engine, or the same free seat, would all take it before a report can say so.
         """
         num_needed_of_others = 1 + SPARE_OF_OTHERS if _has_own(request, candidates) else 1
         tokens = request.prompt_tokens
@@ -109,7 +110,7 @@ class SlackPlacement(LengthAwarePlacement):
                 continue
             done_s = assign_pass.estimate_done_s(request, view)
             if view.is_of_others:
-                done_s += credit_s
+                done_s += OTHERS_DELAY * credit_s
             if best is None or done_s < least_s:
                 best, least_s = entry, done_s
         return best
