@@ -12,22 +12,22 @@ from __future__ import annotations
 
 import argparse
 import math
-import tomllib
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sluice_cli.simulation.plan_inputs import make_inputs
+from sluice_cli.simulation.strategy_cells import load_cells
 from sluice_cli.simulation.trace_cache import load_rows
 from sluice_core.latency.iteration_time import TABLE_STEP_TOKENS, IterationProfile
-from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.sim.sim_setup import MAX_BATCH_TOKENS, MAX_NUM_SEQS
+from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FOLDER = Path(__file__).parent
-ATTAINMENT = 0.9
 _SHARES = 20  # steps between prompts that are computed alone and beside decodes
 
 
@@ -89,7 +89,7 @@ def compute_ceiling(
         ValueError: No number of decodes meets the objective.
     """
     gemms = ConvexTime(profile)
-    served = sorted(lengths)[: math.ceil(ATTAINMENT * len(lengths))]
+    served = sorted(lengths)[: math.ceil(DEFAULT_ATTAINMENT * len(lengths))]
     prompt = sum(tokens for tokens, _ in served) / len(served)
     pairs = sum(tokens * tokens / 2 for tokens, _ in served) / len(served)
     decoded = sum(max(0, output - 1) for _, output in served) / len(served)
@@ -108,7 +108,7 @@ def compute_ceiling(
             if mixed_s > tpot_s * iterations:
                 break  # more prompts beside decodes take longer
             alone_s = (1.0 - share) * (prompt * gemms.least_token_s + prompt_s)
-            rate = 1.0 / (mixed_s + alone_s) / ATTAINMENT
+            rate = 1.0 / (mixed_s + alone_s) / DEFAULT_ATTAINMENT
             if best is None or rate > best.rate_rps:
                 best = Ceiling(
                     rate_rps=rate,
@@ -130,19 +130,18 @@ def main() -> None:
     """Print a row per cell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=Path, default=FOLDER / "drawn_cells.toml", help="of draw_cells.py")
-    parser.add_argument("--only", action="append", help="this cell; may be repeated")
+    parser.add_argument("--only", action="append", default=[], help="this cell; may be repeated")
     arguments = parser.parse_args()
-    cells = tomllib.loads(arguments.cells.read_text())["cells"]
     print("| cell | ceiling, requests/s | decodes per iteration | its time | prompts beside decodes |")
     print("|---|---|---|---|---|")
-    for name in arguments.only or cells:
-        cell = cells[name]
-        target = load_model_on_gpu(cell["model"], cell["gpu"], cell["tensor_parallel"])
-        rows = load_rows(arguments.cells.parent / cell["trace"])
-        lengths = [(row.prompt_tokens, row.output_tokens) for row in rows]
-        found = compute_ceiling(target.profile, lengths, cell["tpot_ms"] / 1e3, target.kv_capacity_tokens)
+    for cell in load_cells(arguments.cells, arguments.only):
+        inputs = make_inputs(cell.manifest, cell.flags, load_rows(cell.trace))
+        (engine,) = inputs.problem.engines.values()
+        lengths = [(row.prompt_tokens, row.output_tokens) for row in inputs.problem.rows]
+        kv_tokens = engine.kv_blocks_total * engine.block_size_tokens
+        found = compute_ceiling(engine.profile, lengths, inputs.problem.slo.tpot_s, kv_tokens)
         print(
-            f"| {name} | {cell['replicas'] * found.rate_rps:.2f} | {found.num_decodes:.0f} "
+            f"| {cell.name} | {inputs.goal.most_replicas * found.rate_rps:.2f} | {found.num_decodes:.0f} "
             f"| {found.iteration_s * 1e3:.0f} ms | {found.mixed_share:.0%} |"
         )
 

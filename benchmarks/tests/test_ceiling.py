@@ -8,12 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from benchmarks.strategies.ceiling import ATTAINMENT, ConvexTime, compute_ceiling
+from benchmarks.strategies.ceiling import ConvexTime, compute_ceiling
 
 from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.records import EngineId, Role, Slo
 from sluice_core.sim.sim_setup import MAX_BATCH_TOKENS, MAX_NUM_SEQS, Arrival, Cell, EngineSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
+from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
 
@@ -23,7 +24,7 @@ FLAT = IterationProfile(linear_s=(0.0, *[0.01] * (MAX_BATCH_TOKENS // 8)))  # 10
 
 def test_all_seats_share_an_iteration_that_costs_the_same_for_any_number() -> None:
     found = compute_ceiling(FLAT, [(100, 11)], 0.01, 10**6)
-    assert found.rate_rps == pytest.approx(MAX_NUM_SEQS / 10 / 0.01 / ATTAINMENT)
+    assert found.rate_rps == pytest.approx(MAX_NUM_SEQS / 10 / 0.01 / DEFAULT_ATTAINMENT)
     assert (found.num_decodes, found.mixed_share) == (MAX_NUM_SEQS, 1.0)
     assert found.iteration_s == pytest.approx(0.01)
 
@@ -39,7 +40,7 @@ def test_prompts_that_cost_more_beside_decodes_are_computed_alone() -> None:
     """Each token takes 1 ms, and 20 decodes leave no time for more within 20 ms."""
     line = IterationProfile(linear_s=(0.0, *[8e-3 * number for number in range(1, MAX_BATCH_TOKENS // 8 + 1)]))
     found = compute_ceiling(line, [(100, 11)], 0.02, 10**6)
-    assert found.rate_rps == pytest.approx(1 / (10 * 1e-3 + 100 * 1e-3) / ATTAINMENT)
+    assert found.rate_rps == pytest.approx(1 / (10 * 1e-3 + 100 * 1e-3) / DEFAULT_ATTAINMENT)
 
 
 def test_the_longest_tenth_of_prompts_is_left_out() -> None:
@@ -92,7 +93,7 @@ def test_no_strategy_exceeds_it(strategy: str) -> None:
     simulation = Simulation(cell, arrivals)
     simulation.run()
     num_met = sum(request.has_met_slo for request in simulation.requests)
-    assert num_met / len(arrivals) < ATTAINMENT
+    assert num_met / len(arrivals) < DEFAULT_ATTAINMENT
 
 
 def test_the_program_prints_a_row_per_cell() -> None:
