@@ -32,8 +32,8 @@ __all__ = [
 
 PROVEN_OBSERVATIONS: Final = 100  # with fewer fitted iterations an estimate justifies no rejection
 RECOVERY_SHARE: Final = 0.5  # of an engine's prefill time, while other prefills wait there
-LEAST_SEATS_SHARE: Final = 1 / 16  # of max_num_seqs: an engine has these seats however little time decodes may take
 RECOVERY_BURST_S: Final = 0.5  # recovery work that an engine takes ahead of that share
+_LEAST_SEATS_SHARE: Final = 1 / 16  # of max_num_seqs: an engine has these seats however little time decodes may take
 _RATE_GAIN: Final = 0.2  # weight of the newest pull rate in the running mean
 
 
@@ -397,7 +397,7 @@ class EngineTable:
         )
         if num_fitting is None:
             return num_seats
-        return min(num_seats, max(num_fitting, math.ceil(LEAST_SEATS_SHARE * num_seats)))
+        return min(num_seats, max(num_fitting, math.ceil(_LEAST_SEATS_SHARE * num_seats)))
 
     def _find_decodes_beside(self, state: EngineState) -> tuple[int, int]:
         """Find the decodes that share an engine's iterations with prefills, and the sum of their contexts."""

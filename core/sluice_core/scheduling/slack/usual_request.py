@@ -25,10 +25,15 @@ class UsualRequest:
     def note_placed(self, prompt_tokens: int) -> None:
         """Learn from a prompt that was placed."""
         self._num_placed += 1
-        self.prompt_tokens += max(_LEAST_GAIN, 1.0 / self._num_placed) * (prompt_tokens - self.prompt_tokens)
+        self.prompt_tokens = _draw_to(prompt_tokens, self.prompt_tokens, self._num_placed)
 
     def note_finished(self, output_tokens: int) -> None:
         """Learn from a request that has ended; 0 output tokens: it was given up."""
         if output_tokens:
             self._num_finished += 1
-            self.output_tokens += max(_LEAST_GAIN, 1.0 / self._num_finished) * (output_tokens - self.output_tokens)
+            self.output_tokens = _draw_to(output_tokens, self.output_tokens, self._num_finished)
+
+
+def _draw_to(newest: int, mean: float, number: int) -> float:
+    """Draw a mean to the newest length, of as many as there have been."""
+    return mean + max(_LEAST_GAIN, 1.0 / number) * (newest - mean)
