@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections import Counter
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -43,6 +43,7 @@ class StandInRouters(control_pb2_grpc.ControlServicer):
         self.plan = plan_pb2.Plan()
         self._plans: dict[str, plan_pb2.Plan] = {}
         self._clusters: dict[str, str] = {}
+        self._ready: list[str] = []
         self.stuck: set[str] = set()
         # Requests that ended on each engine, and of these those that failed; the others met their objectives.
         self.num_ended: Counter[str] = Counter()
@@ -107,15 +108,16 @@ class StandInRouters(control_pb2_grpc.ControlServicer):
 
     def _list_ready(self) -> list[str]:
         query = "labelSelector=app.kubernetes.io/component%3Dengine"
-        try:
+        # A request that fails says nothing of engines, and the API server may end before this server.
+        with suppress(OSError, KeyError):
             pods = self._client.request("GET", f"/api/v1/pods?{query}").content["items"]
-        except OSError:
-            return []  # the API server may end before this server
-        return sorted(
-            pod["metadata"]["uid"]
-            for pod in pods
-            if any(item["type"] == "Ready" and item["status"] == "True" for item in pod["status"].get("conditions", ()))
-        )
+            self._ready = sorted(pod["metadata"]["uid"] for pod in pods if is_ready(pod))
+        return self._ready
+
+
+def is_ready(pod: dict[str, Any]) -> bool:
+    """Whether a pod is Ready."""
+    return any(item["type"] == "Ready" and item["status"] == "True" for item in pod["status"].get("conditions", ()))
 
 
 @contextmanager
