@@ -1,6 +1,7 @@
 """Engine hours that the scaler's decisions cost over the simulated day: in seconds, since no request is simulated.
 
-    .venv/bin/python -m benchmarks.autoscaling.decisions [--drawn] [--hours 24] [--start-s 30 120 600]
+    .venv/bin/python -m benchmarks.autoscaling.decisions [--strategy sluice|taichi] [--drawn] [--hours 24]
+        [--start-s 30 120 600]
 
 Engines come ``--start-s`` after they are asked for and leave at once, and nothing ever waits. Beside it stands the
 schedule of somebody who knows the rate of each minute. A window of five minutes is short of engines where less could be
@@ -27,10 +28,11 @@ from sluice_core.records import Slo
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.autoscaling.policies import Policy
-
-# As ``run`` searches them: Qwen2.5-32B on an A100, TaiChi, TTFT 2 s, TPOT 100 ms, 90 %.
-CAPACITY = CapacityCurve(((2, 2.71), (4, 5.35), (8, 11.02), (16, 22.70)))
+# As ``run`` searches them, by strategy: Qwen2.5-32B on an A100, TTFT 2 s, TPOT 100 ms, 90 %.
+CAPACITIES = {
+    "sluice": CapacityCurve(((2, 3.43), (4, 7.18), (8, 14.36), (16, 29.57))),
+    "taichi": CapacityCurve(((2, 2.71), (4, 5.35), (8, 11.02), (16, 22.70))),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ def follow(policy: ScalerPolicy, counts: Sequence[int], start_s: float) -> Decis
     margins: list[float] = []
     for number, (serving, starting) in enumerate(list_sizes(policy, counts, start_s)):
         engine_s += (serving + starting) * TICK_S
-        could += CAPACITY.estimate_goodput_rps(serving) * TICK_S
+        could += policy.capacity.estimate_goodput_rps(serving) * TICK_S
         came += counts[number]
         if (number + 1) % int(WINDOW_S / TICK_S) == 0:
             margins.append(could / max(came, 1.0))
@@ -69,7 +71,7 @@ def follow(policy: ScalerPolicy, counts: Sequence[int], start_s: float) -> Decis
     )
 
 
-def list_sizes(policy: Policy, counts: Sequence[int], start_s: float) -> list[tuple[int, int]]:
+def list_sizes(policy: ScalerPolicy, counts: Sequence[int], start_s: float) -> list[tuple[int, int]]:
     """Lists how many engines serve and how many start, after each ``TICK_S``.
 
     Args:
@@ -77,7 +79,7 @@ def list_sizes(policy: Policy, counts: Sequence[int], start_s: float) -> list[tu
         counts: Arrivals of each ``TICK_S``.
         start_s: From being asked for until it serves.
     """
-    serving = CAPACITY.count_engines(sum(counts[: int(WINDOW_S / TICK_S)]) / WINDOW_S, 1, MOST_ENGINES)
+    serving = policy.capacity.count_engines(sum(counts[: int(WINDOW_S / TICK_S)]) / WINDOW_S, 1, MOST_ENGINES)
     starting: list[float] = []
     sizes: list[tuple[int, int]] = []
     num_arrived = 0
@@ -117,6 +119,7 @@ def count_schedule_hours(schedule: Sequence[tuple[float, int]], end_s: float) ->
 def main() -> None:
     """Prints a line for each start time."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--strategy", choices=CAPACITIES, default="sluice")
     parser.add_argument("--start-s", type=float, nargs="+", default=[30.0, 120.0, 600.0])
     parser.add_argument("--hours", type=float, default=24.0)
     parser.add_argument("--drawn", action="store_true", help="parts of the hour of bursts come in a drawn order")
@@ -126,10 +129,11 @@ def main() -> None:
     arrivals = day.make_arrivals(rows, Slo(ttft_s=2.0, tpot_s=0.1), arguments.hours)
     counts = count_arrivals(arrivals, TICK_S)
     rates = [count / ORACLE_BIN_S for count in count_arrivals(arrivals, ORACLE_BIN_S)]
+    capacity = CAPACITIES[arguments.strategy]
     for start_s in arguments.start_s:
-        policy = ScalerPolicy(capacity=CAPACITY, start_s=start_s, max_replicas=MOST_ENGINES)
+        policy = ScalerPolicy(capacity=capacity, start_s=start_s, max_replicas=MOST_ENGINES)
         found = follow(policy, counts, start_s)
-        schedule = make_oracle_schedule(rates, ORACLE_BIN_S, CAPACITY, start_s, most=MOST_ENGINES, factor=1.0)
+        schedule = make_oracle_schedule(rates, ORACLE_BIN_S, capacity, start_s, most=MOST_ENGINES, factor=1.0)
         oracle_hours = count_schedule_hours(schedule, 3600.0 * arguments.hours)
         sys.stdout.write(
             f"{start_s:5.0f} s  {found.engine_hours:6.1f} engine hours, {found.engine_hours / oracle_hours:.3f} of "

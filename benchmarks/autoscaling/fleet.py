@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +30,10 @@ TICK_S = 5.0
 WINDOW_S = 300.0
 # Windows with fewer requests say nothing of a share.
 MIN_WINDOW_REQUESTS = 30
+# Wanted of each window.
+LEAST_SHARE = 0.8
+# Requests have ended so long after they came: they wait 30 s at most.
+SETTLED_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +46,7 @@ class FleetFigures:
         bad_windows: Windows below 80 %.
         engine_hours: From being asked for until gone, over all engines.
         peak_engines: Most engines at once.
+        hours: How long the run was, in simulated hours.
     """
 
     attainment: float
@@ -46,6 +54,11 @@ class FleetFigures:
     bad_windows: int
     engine_hours: float
     peak_engines: int
+    hours: float
+
+
+class BrokenPromiseError(Exception):
+    """A window had too small a share of requests that met both objectives."""
 
 
 class Fleet:
@@ -53,22 +66,33 @@ class Fleet:
 
     Args:
         template: An engine; name, role and chunk size do not count.
-        sliders: Of a fleet of ``sliders_for`` engines; the mix is scaled from there.
+        sliders: Of a fleet of ``sliders_for`` engines, with their strategy; the mix is scaled from there.
         sliders_for: See there.
         policy: Chooses the number of engines.
         start_s: From being asked for until it serves.
+        gives_up: Whether the run ends at the first window that has too small a share.
     """
 
     def __init__(
-        self, template: EngineSetup, sliders: Sliders, sliders_for: int, policy: Policy, start_s: float
+        self,
+        template: EngineSetup,
+        sliders: Sliders,
+        sliders_for: int,
+        policy: Policy,
+        start_s: float,
+        *,
+        gives_up: bool = False,
     ) -> None:
         self._template, self._sliders, self._sliders_for = template, sliders, sliders_for
         self._policy, self._start_s = policy, start_s
+        self.strategy = get_strategy(sliders.strategy)
         self._starting: list[tuple[float, EngineId]] = []
         self._asked_s: dict[EngineId, float] = {}
         self._roles: dict[EngineId, Role] = {}
         self._leaving: set[EngineId] = set()
         self._num_named = 0
+        self._gives_up = gives_up
+        self._settled_s = 0.0
         self.peak_engines = 0
         self.engine_s = 0.0
 
@@ -83,6 +107,10 @@ class Fleet:
     def steer(self, simulation: Simulation) -> Sequence[ClusterEvent]:
         """Asks the policy, and says what is to happen."""
         now = simulation.now
+        if self._gives_up and now >= self._settled_s + WINDOW_S + SETTLED_S:
+            self._settled_s += WINDOW_S
+            if not self._has_held(simulation):
+                raise BrokenPromiseError
         engines = {engine.engine_id: engine for engine in simulation.list_engines()}
         for gone in [name for name in self._leaving if name not in engines]:
             self._leaving.remove(gone)
@@ -100,6 +128,11 @@ class Fleet:
             replicas=len(serving) + len(self._starting),
         )
         return self._change(now, serving, self._policy.choose(view), {e.engine_id: e.count_running() for e in staying})
+
+    def _has_held(self, simulation: Simulation) -> bool:
+        """Whether the window that has settled last kept the promise."""
+        windows = list_windows(simulation, self._settled_s - WINDOW_S, self._settled_s)
+        return all(met >= LEAST_SHARE * num for num, met in windows if num >= MIN_WINDOW_REQUESTS)
 
     def end(self, now: float) -> float:
         """Ends the run; returns the engines' hours."""
@@ -170,7 +203,7 @@ class Fleet:
 
 
 def simulate_fleet(arrivals: Sequence[Arrival], fleet: Fleet, first: int) -> Simulation:
-    """Runs requests on a fleet.
+    """Runs requests on a fleet, to the end or as long as it does not give up.
 
     Args:
         arrivals: The requests.
@@ -179,38 +212,44 @@ def simulate_fleet(arrivals: Sequence[Arrival], fleet: Fleet, first: int) -> Sim
     """
     cell = Cell(
         engines=fleet.begin(first),
-        strategy=get_strategy("taichi"),
+        strategy=fleet.strategy,
         options=SimOptions(wait_limit_s=ROUTER_WAIT_LIMIT_S),
     )
     simulation = Simulation(cell, arrivals, steering=Steering(interval_s=TICK_S, steer=fleet.steer))
-    simulation.run()
+    with suppress(BrokenPromiseError):
+        simulation.run()
     return simulation
 
 
-def list_windows(simulation: Simulation, begin_s: float = 0.0) -> list[tuple[int, int]]:
+def list_windows(simulation: Simulation, begin_s: float, end_s: float) -> list[tuple[int, int]]:
     """Lists the requests of each window that has some, and how many met both objectives.
 
     Args:
         simulation: Run.
         begin_s: When the first window begins.
+        end_s: When the last one ends.
     """
+    arrivals_s = [request.arrival_s for request in simulation.requests]
+    low, high = bisect.bisect_left(arrivals_s, begin_s), bisect.bisect_left(arrivals_s, end_s)
     windows: dict[int, list[int]] = {}
-    for request in simulation.requests:
-        if request.arrival_s >= begin_s:
-            counts = windows.setdefault(int((request.arrival_s - begin_s) / WINDOW_S), [0, 0])
-            counts[0] += 1
-            counts[1] += request.has_met_slo
+    for request in simulation.requests[low:high]:
+        counts = windows.setdefault(int(request.arrival_s / WINDOW_S), [0, 0])
+        counts[0] += 1
+        counts[1] += request.has_met_slo
     return [(num, met) for num, met in windows.values()]
 
 
 def compute_figures(simulation: Simulation, fleet: Fleet) -> FleetFigures:
     """Computes what a run came to."""
-    windows = list_windows(simulation)
+    # Of a run that gave up, the last requests have not ended.
+    has_ended = simulation.num_arrived == len(simulation.requests)
+    windows = list_windows(simulation, 0.0, math.inf if has_ended else simulation.now - SETTLED_S)
     shares = [met / num for num, met in windows if num >= MIN_WINDOW_REQUESTS]
     return FleetFigures(
-        attainment=sum(met for _, met in windows) / len(simulation.requests),
+        attainment=sum(met for _, met in windows) / sum(num for num, _ in windows),
         worst_window=min(shares),
-        bad_windows=sum(share < 0.8 for share in shares),
+        bad_windows=sum(share < LEAST_SHARE for share in shares),
         engine_hours=fleet.end(simulation.now),
         peak_engines=fleet.peak_engines,
+        hours=simulation.now / 3600.0,
     )

@@ -38,7 +38,7 @@ ENGINE = EngineSetup(
     kv_blocks_total=2000,
     kv_bytes_per_token=100_000,
 )
-SLIDERS = Sliders(num_prefill_heavy=2, prefill_heavy_tokens=512, decode_heavy_tokens=128)
+SLIDERS = Sliders(num_prefill_heavy=2, prefill_heavy_tokens=512, decode_heavy_tokens=128, strategy="taichi")
 VIEW = FleetView(
     now=0.0, num_arrived=0, num_waiting=0, num_queued=0, num_inside=0, kv_use=0.0, num_serving=4, replicas=4
 )
@@ -80,6 +80,27 @@ def test_engines_cost_from_being_asked_for_until_they_are_gone() -> None:
     assert figures.engine_hours == pytest.approx((2 * 600 + 2 * 240) / 3600, abs=2 * 20 / 3600)
     assert figures.attainment == 1.0
     assert figures.peak_engines == 4
+
+
+def test_a_run_gives_up_at_the_first_window_that_is_too_bad() -> None:
+    """From ten minutes on nobody can meet the objective: of three such windows, one is looked at."""
+    arrivals = [
+        Arrival(
+            at_s=at_s, prompt_tokens=200, output_tokens=20, slo=SLO if at_s < 600.0 else Slo(ttft_s=1e-6, tpot_s=0.1)
+        )
+        for at_s in range(1500)
+    ]
+    fleets = [
+        Fleet(ENGINE, SLIDERS, 4, SchedulePolicy(schedule=[(0.0, 2)]), 0.0, gives_up=gives_up)
+        for gives_up in (False, True)
+    ]
+    whole, part = (compute_figures(simulate_fleet(arrivals, fleet, 2), fleet) for fleet in fleets)
+    assert (whole.bad_windows, part.bad_windows) == (3, 1)
+    assert whole.attainment == pytest.approx(0.4)
+    assert part.attainment == pytest.approx(2 / 3)
+    assert whole.hours == pytest.approx(1500.0 / 3600)
+    assert part.hours == pytest.approx(1200.0 / 3600)
+    assert part.engine_hours == pytest.approx(2 * 1200.0 / 3600)
 
 
 def test_engines_that_are_no_longer_wanted_while_they_start_go_at_once() -> None:
