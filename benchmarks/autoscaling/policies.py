@@ -87,7 +87,8 @@ class HpaPolicy:
     """A HorizontalPodAutoscaler with its defaults, on queue lengths or on KV use.
 
     Queue lengths are an external metric with an average value: wanted are all that wait over the target. KV use is a
-    metric of pods: those that start count as 0 when more are wanted. The source: Kubernetes' algorithm details.
+    metric of pods: those that start count as 0 when more are wanted. The first replicas count as recommended. The
+    source: Kubernetes' algorithm details.
     """
 
     metric: str
@@ -103,6 +104,8 @@ class HpaPolicy:
         if view.now < self.next_s:
             return self.chosen
         self.next_s = view.now + HPA_INTERVAL_S
+        if not self.recent:
+            self.recent = [(view.now, view.replicas)]
         wanted = min(max(self._count(view), self.min_replicas), self.max_replicas)
         self.recent = [item for item in self.recent if item[0] > view.now - HPA_DOWN_WINDOW_S] + [(view.now, wanted)]
         wanted = max(number for _, number in self.recent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from benchmarks.autoscaling.day_trace import DAY, DayTrace, count_arrivals, digest
 from benchmarks.autoscaling.fleet import Fleet, FleetFigures, compute_figures, simulate_fleet
@@ -129,8 +131,10 @@ def test_the_scaler_adds_engines_before_the_promise_breaks() -> None:
     ],
 )
 def test_an_hpa_asks_for_what_its_formula_says(metric: str, target: float, view: dict[str, float], wanted: int) -> None:
-    seen = FleetView(**{**{name: getattr(VIEW, name) for name in FleetView.__slots__}, **view})
-    assert HpaPolicy(metric=metric, target=target, max_replicas=20).choose(seen) == wanted
+    seen = replace(VIEW, **view)
+    hpa = HpaPolicy(metric=metric, target=target, max_replicas=20)
+    assert hpa.choose(seen) == max(wanted, seen.replicas)
+    assert hpa.choose(replace(seen, now=301.0)) == wanted
 
 
 def test_an_oracle_asks_so_much_ahead_and_keeps_engines_through_short_gaps() -> None:
