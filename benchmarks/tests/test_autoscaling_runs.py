@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from benchmarks.autoscaling.day_trace import DAY, DayTrace, count_arrivals, digest
@@ -130,7 +131,7 @@ def test_the_scaler_adds_engines_before_the_promise_breaks() -> None:
         ("kv", 0.5, {"kv_use": 4 * 0.2}, 2),
     ],
 )
-def test_an_hpa_asks_for_what_its_formula_says(metric: str, target: float, view: dict[str, float], wanted: int) -> None:
+def test_an_hpa_asks_for_what_its_formula_says(metric: str, target: float, view: dict[str, Any], wanted: int) -> None:
     seen = replace(VIEW, **view)
     hpa = HpaPolicy(metric=metric, target=target, max_replicas=20)
     assert hpa.choose(seen) == max(wanted, seen.replicas)

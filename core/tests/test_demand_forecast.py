@@ -114,6 +114,15 @@ def test_a_jump_is_planned_for_within_a_minute_and_chance_is_not(lead_s):
     assert feed(steady, [10.0] * 4).planned_rps < 1.1 * 10.0
 
 
+@pytest.mark.parametrize("lead_s", [30.0, 600.0])
+def test_a_steep_jump_is_planned_for_within_a_bin_and_chance_is_not(lead_s):
+    steady = feed(DemandForecast(lead_s=lead_s), [3.0] * 400)
+    assert feed(steady, [18.0]).planned_rps == pytest.approx(1.2 * 18.0)
+    # Half as much again, and what comes by chance once in some thousand bins, are no jump of one bin.
+    assert feed(feed(DemandForecast(lead_s=lead_s), [30.0] * 400), [44.0]).planned_rps < 36.0
+    assert feed(feed(DemandForecast(lead_s=lead_s), [0.4] * 400), [1.0]).planned_rps < 0.6
+
+
 def test_what_has_arrived_for_five_minutes_is_planned_for_however_low_the_hour_was():
     hour = [9.0] * 140 + [10.0] * 40 + [9.0] * 40 + [11.0] * 20
     demand = feed(DemandForecast(lead_s=120.0, short_share=0.5), hour)
@@ -223,6 +232,9 @@ class PlainForecast:
         planned = max(
             self.forecast() * self.headroom(), statistics.fmean(self.bins[self.first :][-20:] or [0.0]) / BIN_S
         )
+        newest = self.bins[-1] if self.bins else 0.0
+        if newest > 15.0 * planned * 1.5 and newest > 15.0 * planned + 4.0 * (15.0 * planned) ** 0.5:
+            return 1.2 * max(self.minute(), newest / 15.0)
         has_jumped = 60.0 * self.minute() > 60.0 * planned + 4.0 * (60.0 * planned) ** 0.5
         return 1.2 * self.minute() if has_jumped else planned
 
@@ -232,7 +244,8 @@ class PlainForecast:
 def test_forecasts_are_as_a_plain_reading_of_all_arrivals_has_them(lead_s, short_share):
     rng = random.Random(f"{lead_s} {short_share}")
     demand, plain, now = DemandForecast(lead_s=lead_s, short_share=short_share), PlainForecast(lead_s, short_share), 3.0
-    rate_rps, jumps = 4.0, []
+    rate_rps = 4.0
+    jumps, steep_jumps = [], []
     for step in range(1900):
         now += 2500.0 if step == 1500 else rng.choice((BIN_S / 3, BIN_S / 2, BIN_S, 4 * BIN_S))
         rate_rps = min(max(rate_rps * rng.uniform(0.9, 1.115), 0.0 if step % 500 < 20 else 0.5), 40.0)
@@ -245,7 +258,9 @@ def test_forecasts_are_as_a_plain_reading_of_all_arrivals_has_them(lead_s, short
             assert demand.headroom == pytest.approx(plain.headroom(), rel=1e-9)
             assert demand.planned_rps == pytest.approx(plain.planned(), rel=1e-9, abs=1e-9)
             jumps.append(demand.planned_rps == 1.2 * demand.minute_rps)
+            steep_jumps.append(demand.planned_rps == 1.2 * demand.counts[-1] / BIN_S if demand.counts else False)
     assert plain.num_errors > 720
     assert plain.changes == {True, False}
     assert not all(jumps)
     assert short_share > 0.1 or any(jumps)
+    assert any(steep_jumps)

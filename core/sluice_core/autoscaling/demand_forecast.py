@@ -23,6 +23,7 @@ _MOST_GROWTH = 1.5  # growth says no more than that of the hour's mean
 _SHORT_SHARE = 0.1  # share of the moments at which what is planned may be too little
 _WINDOW_S = 300.0  # shortages that last longer, for want of engines that start, have to be as much rarer
 _CHANCE = 4.0  # standard deviations of requests that come at random
+_STEEP = 1.5  # a single bin says that the rate has jumped if it has as many times what is planned for
 # The rate has changed if each part of the last five minutes is so far beyond any such time of the hour before: a burst
 # does not last so long at a height that no other burst of the hour reaches.
 _PART_BINS = 5
@@ -97,12 +98,14 @@ class DemandForecast:
     def planned_rps(self) -> float:
         """Arrivals per second to have engines for: the forecast with headroom, but no less than what arrives.
 
-        That is the mean of the last five minutes; or more than that of the last minute, where it has jumped: where it
-        had more than was planned for, beyond what comes by chance.
+        That is the mean of the last five minutes; or more than that of the last minute or bin, where it has jumped:
+        where it had more than was planned for, beyond what comes by chance.
         """
         planned = max(self.forecast_rps * self.headroom, _mean(self.counts[-int(_WINDOW_S / BIN_S) :]) / BIN_S)
-        expected = planned * MINUTE_S
-        if self.minute_rps * MINUTE_S > expected + _CHANCE * math.sqrt(expected):
+        jumped = max(self.minute_rps, _mean(self.counts[-1:]) / BIN_S)
+        if _is_beyond_chance(jumped * BIN_S, planned * BIN_S) and jumped > _STEEP * planned:
+            return jumped * FIRST_HEADROOM
+        if _is_beyond_chance(self.minute_rps * MINUTE_S, planned * MINUTE_S):
             return self.minute_rps * FIRST_HEADROOM
         return planned
 
@@ -132,6 +135,11 @@ def _forget_before_change(demand: DemandForecast) -> DemandForecast:
         return demand
     # It may have changed within the oldest part.
     return replace(demand, counts=since[_PART_BINS:], due=(), errors=demand.errors[:-num_bins])
+
+
+def _is_beyond_chance(count: float, expected: float) -> bool:
+    """Say whether so many requests are more than come by chance where so many are expected."""
+    return count > expected + _CHANCE * math.sqrt(expected)
 
 
 def _sum_parts(counts: Sequence[float], step: int) -> list[float]:
