@@ -11,7 +11,7 @@ from sluice_core.saved_tpot import NO_OBJECTIVE_S, SavedTpot
 from sluice_core.scheduling.batching.profile_table import ProfileTable
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch
-from sluice_core.scheduling.prefill_budget import fit_prefill_budget
+from sluice_core.scheduling.iteration_limits import fit_prefill_budget
 from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
 from sluice_core.scheduling.prefill_order.event_driven_selection import EventDrivenSelector
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor, QueuedPrefill, SlackOrder

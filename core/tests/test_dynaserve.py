@@ -14,7 +14,7 @@ from sluice_core.records import IterationShape, MoveCause, RequestId, Role, Slo
 from sluice_core.scheduling.batching.profile_table import ProfileTable
 from sluice_core.scheduling.decode_set import SPLIT_LEAD_TOKENS, SPLIT_RETRY_TOKENS, DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch
-from sluice_core.scheduling.prefill_budget import fit_prefill_budget
+from sluice_core.scheduling.iteration_limits import fit_prefill_budget
 from sluice_core.sim.sim_setup import Arrival, Cell, ConfigureEvent, FailEvent, LengthsKnown, SimOptions
 from sluice_core.strategies import get_strategy
 from sluice_core.strategies.dynaserve import DynaServeRules

@@ -11,7 +11,7 @@ from sluice_core.latency.iteration_time import IterationProfile
 from sluice_core.records import EngineId, IterationShape, PrefillRequest, RequestId, Role, Slo
 from sluice_core.scheduling.engine_state import EngineLoad, get_queue_rank, get_view
 from sluice_core.scheduling.engine_table import PROVEN_OBSERVATIONS, EngineConfig, EngineTable
-from sluice_core.scheduling.prefill_budget import IterationLimits
+from sluice_core.scheduling.iteration_limits import IterationLimits
 from sluice_core.scheduling.prefill_feasibility import estimate_prefill, record_prefill
 
 SPEC = EngineConfig(block_size_tokens=16, kv_bytes_per_token=1000, max_num_seqs=64, max_batch_tokens=8192)

@@ -15,7 +15,7 @@ from sluice_core.scheduling.batching.tpot_slack import SCARCE_SHARE
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import NONE_LATE, LatePrefills
 from sluice_core.scheduling.engine_state import EngineLoad, get_view
-from sluice_core.scheduling.prefill_budget import estimate_chunk_s
+from sluice_core.scheduling.iteration_limits import estimate_chunk_s
 from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.sim.sim_setup import Arrival, Cell, SimOptions

@@ -26,7 +26,7 @@ from sluice_core.scheduling.decode_set import LOST_BACK_OFF_S, DecodeSet
 from sluice_core.scheduling.engine_policy import BatchLimits, EngineBatch
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.prefill_budget import fit_prefill_budget
+from sluice_core.scheduling.iteration_limits import fit_prefill_budget
 from sluice_core.sim.sim_setup import Arrival, Cell, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy

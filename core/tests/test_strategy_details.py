@@ -15,7 +15,7 @@ from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
-from sluice_core.scheduling.prefill_budget import fit_prefill_budget
+from sluice_core.scheduling.iteration_limits import fit_prefill_budget
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.scheduling.rolling.macro_instances import MacroInstances
 from sluice_core.scheduling.slack.decode_packing import DecodePacking

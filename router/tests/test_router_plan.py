@@ -8,7 +8,7 @@ from fake_engine import PARAMETERS, make_plan
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_core.records import EngineId, Role
-from sluice_core.scheduling.prefill_budget import IterationLimits
+from sluice_core.scheduling.iteration_limits import IterationLimits
 from sluice_router.errors import PlanRefusedError
 
 PD = {"p0": "P", "d0": "D"}

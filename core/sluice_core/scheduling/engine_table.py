@@ -17,7 +17,7 @@ from sluice_core.latency import (
 from sluice_core.records import EngineId, IterationShape, RequestId, Role
 from sluice_core.router_shares import SHARE_MARGIN_TOKENS
 from sluice_core.scheduling.engine_state import EngineConfig, EngineLoad, EngineState, EngineView, Entry, InFlight
-from sluice_core.scheduling.prefill_budget import IterationLimits, count_fitting_decodes, fit_prefill_budget
+from sluice_core.scheduling.iteration_limits import IterationLimits, count_fitting_decodes, fit_prefill_budget
 
 __all__ = [
     "PROVEN_OBSERVATIONS",

@@ -13,7 +13,7 @@ from sluice_core.scheduling.batching.tpot_slack import SlackBatching
 from sluice_core.scheduling.decode_flow import FlowPolicy, FlowRequest
 from sluice_core.scheduling.engine_policy import EnginePolicy, PrefillSelector
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.prefill_budget import IterationLimits
+from sluice_core.scheduling.iteration_limits import IterationLimits
 from sluice_core.scheduling.prefill_order.deadline_selection import DeadlineSelector
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor
 from sluice_core.scheduling.slack.slack_placement import SlackPlacement

@@ -11,7 +11,7 @@ import random
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_core.records import EnginePlan, Plan, Role
 from sluice_core.scheduling.engine_table import EngineTable
-from sluice_core.scheduling.prefill_budget import IterationLimits
+from sluice_core.scheduling.iteration_limits import IterationLimits
 from sluice_core.strategies import get_strategy
 from sluice_router.errors import PlanRefusedError
 from sluice_router.scheduling import model_match, wire_conversion

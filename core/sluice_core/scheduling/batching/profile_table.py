@@ -12,7 +12,7 @@ from typing import Final
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import IterationShape
-from sluice_core.scheduling.prefill_budget import PrefillBudget, fit_prefill_budget
+from sluice_core.scheduling.iteration_limits import PrefillBudget, fit_prefill_budget
 
 PERCENTILE: Final = 0.99
 # Of a cell's factor, per iteration: up by 0.99 of it, down by 0.01 of it, which rests where 1 % are above.

@@ -22,7 +22,7 @@ from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.decode_flow import MAX_STANDING_PROPOSALS, make_proposal, propose_all
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import EngineBatch, PrefillSelector
-from sluice_core.scheduling.prefill_budget import estimate_chunk_s, fit_prefill_budget
+from sluice_core.scheduling.iteration_limits import estimate_chunk_s, fit_prefill_budget
 from sluice_core.strategy_parameters import StrategyParameters
 
 SCARCE_SHARE: Final = 0.8  # of the TPOT objective that decodes alone take, from which on prompts get what they need

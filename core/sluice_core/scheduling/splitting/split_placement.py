@@ -22,8 +22,8 @@ from sluice_core.records import Decision, Hold, Leg, PrefillRequest, RequestId
 from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import EngineState, get_view
 from sluice_core.scheduling.engine_table import EngineTable
+from sluice_core.scheduling.iteration_limits import IterationLimits
 from sluice_core.scheduling.placement_records import NUM_RECORDS
-from sluice_core.scheduling.prefill_budget import IterationLimits
 from sluice_core.scheduling.prefill_feasibility import AssignPass
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.splitting.execution_predictor import ExecutionPredictor
