@@ -126,12 +126,13 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = load_rows(TRACES / "azure2023_conv.csv.gz")
     day = DRAWN_DAY if arguments.drawn else DAY
-    arrivals = day.make_arrivals(rows, Slo(ttft_s=2.0, tpot_s=0.1), arguments.hours)
+    slo = Slo(ttft_s=2.0, tpot_s=0.1)
+    arrivals = day.make_arrivals(rows, slo, arguments.hours)
     counts = count_arrivals(arrivals, TICK_S)
     rates = [count / ORACLE_BIN_S for count in count_arrivals(arrivals, ORACLE_BIN_S)]
     capacity = CAPACITIES[arguments.strategy]
     for start_s in arguments.start_s:
-        policy = ScalerPolicy(capacity=capacity, start_s=start_s, max_replicas=MOST_ENGINES)
+        policy = ScalerPolicy(capacity=capacity, start_s=start_s, ttft_slo_s=slo.ttft_s, max_replicas=MOST_ENGINES)
         found = follow(policy, counts, start_s)
         schedule = make_oracle_schedule(rates, ORACLE_BIN_S, capacity, start_s, most=MOST_ENGINES, factor=1.0)
         oracle_hours = count_schedule_hours(schedule, 3600.0 * arguments.hours)

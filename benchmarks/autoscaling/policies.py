@@ -57,6 +57,7 @@ class ScalerPolicy:
 
     capacity: CapacityCurve
     start_s: float
+    ttft_slo_s: float
     max_replicas: int
     min_replicas: int = 1
     down_window_s: float | None = None
@@ -72,6 +73,7 @@ class ScalerPolicy:
             replicas=view.replicas,
             capacity=self.capacity,
             start_s=self.start_s,
+            ttft_slo_s=self.ttft_slo_s,
             min_replicas=self.min_replicas,
             max_replicas=self.max_replicas,
             up_window_s=0.0,

@@ -210,7 +210,9 @@ def measure(
 ) -> list[tuple[str, FleetFigures]]:
     """Measures a policy, or a grid of them."""
     if policy == "scaler":
-        chosen = ScalerPolicy(capacity=scenario.capacity, start_s=start_s, max_replicas=MOST_ENGINES)
+        chosen = ScalerPolicy(
+            capacity=scenario.capacity, start_s=start_s, ttft_slo_s=scenario.slo.ttft_s, max_replicas=MOST_ENGINES
+        )
         return [("scaler", scenario.run(chosen, start_s, scenario.first))]
     if policy == "oracle":
         figures, factor = run_oracle(scenario, start_s, factors)

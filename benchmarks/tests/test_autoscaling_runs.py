@@ -113,7 +113,7 @@ def test_engines_that_are_no_longer_wanted_while_they_start_go_at_once() -> None
 
 def test_the_scaler_adds_engines_before_the_promise_breaks() -> None:
     """A rate that one engine of the curve's serves a fifth of: four more come, and all requests end."""
-    policy = ScalerPolicy(capacity=CapacityCurve(((1, 0.5),)), start_s=30.0, max_replicas=8)
+    policy = ScalerPolicy(capacity=CapacityCurve(((1, 0.5),)), start_s=30.0, ttft_slo_s=SLO.ttft_s, max_replicas=8)
     figures = run(policy, 900.0, 0.4, first=1, start_s=30.0)
     assert 5 <= figures.peak_engines <= 7  # 2.5 requests/s at 0.5 each, and the first headroom
     assert figures.attainment > 0.95

@@ -21,6 +21,7 @@ OBSERVATION = ScalerObservation(
     replicas=4,
     capacity=CURVE,
     start_s=60.0,
+    ttft_slo_s=2.0,
     min_replicas=1,
     max_replicas=10,
     up_window_s=0.0,
@@ -123,7 +124,19 @@ def test_the_first_request_needs_no_search():
 def test_what_waits_counts_beside_what_arrives():
     scaler = Watched()
     scaler.watch(6.0, 600.0)
-    assert scaler.watch(6.0, STEP_S, num_waiting=60, num_inside=80)[-1] == 5
+    assert scaler.watch(6.0, STEP_S, num_waiting=66, num_inside=80)[-1] == 5
+
+
+@pytest.mark.parametrize(
+    ("ttft_slo_s", "num_waiting", "replicas"), [(2.0, 6, 4), (2.0, 66, 5), (20.0, 60, 4), (20.0, 126, 5)]
+)
+def test_what_waits_for_half_of_its_objective_waits_to_be_placed_and_not_for_an_engine(
+    ttft_slo_s, num_waiting, replicas
+):
+    """Four engines serve 8 requests/s; 6 arrive, and more than 60 that wait would be 2 more."""
+    scaler = Watched(ttft_slo_s=ttft_slo_s)
+    scaler.watch(6.0, 600.0)
+    assert scaler.watch(6.0, STEP_S, num_waiting=num_waiting, num_inside=200)[-1] == replicas
 
 
 def test_a_router_that_is_gone_takes_no_requests_back():
@@ -223,7 +236,8 @@ class PlainScaler:
     def want(self, state: ScalerState, seen: ScalerObservation, bounded) -> int:
         if seen.capacity is None:
             return bounded(max(seen.replicas, 1))
-        rate_rps = state.demand.planned_rps + seen.num_waiting / 30.0
+        late = seen.num_waiting - state.demand.minute_rps * seen.ttft_slo_s / 2.0
+        rate_rps = state.demand.planned_rps + max(late, 0.0) / 30.0
         sizes = range(1, max(seen.max_replicas, 1))
         enough = [number for number in sizes if seen.capacity.estimate_goodput_rps(number) >= rate_rps]
         return bounded(1 if rate_rps <= 0.0 else enough[0] if enough else seen.max_replicas)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 # What waits at the routers is to be gone within so long, beside what arrives.
 BACKLOG_S = 30.0
+# Strategies that bind late keep prompts at the router, and place them in time: so long, of the TTFT objective, what
+# arrives may wait without an engine being wanted for it.
+USUAL_WAIT_SHARE = 0.5
 # Recommendations are remembered at most once in so long.
 RECORD_INTERVAL_S = 5.0
 
@@ -34,6 +37,7 @@ class ScalerObservation:
         replicas: Engines that there are to be now.
         capacity: Goodput by engines; None: no search has found one.
         start_s: How long an engine takes from being asked for until it serves.
+        ttft_slo_s: TTFT objective.
         min_replicas: ``autoscaling.minReplicas``.
         max_replicas: ``autoscaling.maxReplicas``.
         up_window_s: ``autoscaling.scaleUp.stabilizationWindowSeconds``.
@@ -49,6 +53,7 @@ class ScalerObservation:
     replicas: int
     capacity: CapacityCurve | None
     start_s: float
+    ttft_slo_s: float
     min_replicas: int
     max_replicas: int
     up_window_s: float
@@ -113,8 +118,9 @@ def is_idle(state: ScalerState, observation: ScalerObservation) -> bool:
 
 
 def compute_rate_rps(state: ScalerState, observation: ScalerObservation) -> float:
-    """Computes the rate that engines are wanted for: what is expected, with headroom, and what waits."""
-    return state.demand.planned_rps + observation.num_waiting / BACKLOG_S
+    """Computes the rate that engines are wanted for: what is expected, with headroom, and what waits for engines."""
+    num_usual = state.demand.minute_rps * USUAL_WAIT_SHARE * observation.ttft_slo_s
+    return state.demand.planned_rps + max(0.0, observation.num_waiting - num_usual) / BACKLOG_S
 
 
 def count_wanted(state: ScalerState, observation: ScalerObservation) -> int:

@@ -227,6 +227,7 @@ class Scaler:
             replicas=scale.replicas,
             capacity=scale.capacity.curve if scale.capacity else None,
             start_s=scale.start_s,
+            ttft_slo_s=inputs.cluster.spec.slo.ttft_milliseconds / 1e3,
             min_replicas=scaling.min_replicas,
             max_replicas=scaling.max_replicas,
             up_window_s=float(scaling.scale_up.stabilization_window_seconds),
