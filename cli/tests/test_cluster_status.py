@@ -64,6 +64,13 @@ def view_engine(*engines: control_pb2.EngineStatus, phase: str = "ready", **proc
     return row
 
 
+def test_an_engine_that_has_not_reported_its_load_has_no_figures() -> None:
+    """A router may have a plan acknowledged before the first report: then it knows the chunk size, and no figure."""
+    row = view_engine(make_engine(READY, **dict.fromkeys(("kv_blocks_total", "kv_blocks_used", "num_moved_in"), 0)))
+    assert (row.state, row.chunk_size_tokens, row.transport) == ("ready", 512, "ucx")
+    assert (row.kv_blocks_free, row.kv_blocks_total, row.running_decodes, row.num_moved_in) == (None,) * 4
+
+
 def test_every_figure_of_an_engine_is_the_routers_and_its_process_the_launchers() -> None:
     assert view_engine(make_engine(READY), num_starts=4) == EngineStatusRow(
         engine_id="engine-0",

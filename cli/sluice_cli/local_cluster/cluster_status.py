@@ -17,7 +17,7 @@ ROLE_NAMES = {plan_pb2.ROLE_PREFILL_HEAVY: "P-heavy", plan_pb2.ROLE_DECODE_HEAVY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatusRow:
-    """One engine. Figures are those of the router that reported last; None where no router knows it.
+    """One engine. Figures are those of the router that reported last; None where no router knows them.
 
     Args:
         engine_id: The launcher's name.
@@ -229,11 +229,20 @@ def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None
             pid=process.pid,
             last_fault=process.refusal,
         )
-    return EngineStatusRow(
+    row = EngineStatusRow(
         engine_id=process.name,
         role=ROLE_NAMES.get(status.role, ""),
         state="starting" if status.state == control_pb2.ENGINE_STATE_CONNECTING else name_state(status.state),
         chunk_size_tokens=status.chunk_size_tokens,
+        num_restarts=_count_restarts(process),
+        pid=process.pid,
+        transport=status.transport,
+        last_fault=status.last_fault,
+    )
+    if not status.kv_blocks_total:
+        return row  # no engine is without blocks: this one has not reported its load yet
+    return replace(
+        row,
         running_decodes=status.running_decodes,
         waiting_requests=status.waiting_requests,
         kv_blocks_free=max(0, status.kv_blocks_total - status.kv_blocks_used - status.kv_blocks_granted),
@@ -243,10 +252,6 @@ def _view_engine(process: ProcessRecord, status: control_pb2.EngineStatus | None
         kv_blocks_total=status.kv_blocks_total,
         num_moved_in=status.num_moved_in,
         num_moved_out=status.num_moved_out,
-        num_restarts=_count_restarts(process),
-        pid=process.pid,
-        transport=status.transport,
-        last_fault=status.last_fault,
     )
 
 
