@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 from sluice_operator.autoscaling.decision import ScalerObservation, ScalerState, decide
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class ScalerPolicy:
             capacity=self.capacity,
             start_s=self.start_s,
             ttft_slo_s=self.ttft_slo_s,
+            attainment=DEFAULT_ATTAINMENT,
             min_replicas=self.min_replicas,
             max_replicas=self.max_replicas,
             up_window_s=0.0,

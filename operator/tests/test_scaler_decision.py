@@ -22,6 +22,7 @@ OBSERVATION = ScalerObservation(
     capacity=CURVE,
     start_s=60.0,
     ttft_slo_s=2.0,
+    attainment=0.9,
     min_replicas=1,
     max_replicas=10,
     up_window_s=0.0,
@@ -124,19 +125,18 @@ def test_the_first_request_needs_no_search():
 def test_what_waits_counts_beside_what_arrives():
     scaler = Watched()
     scaler.watch(6.0, 600.0)
-    assert scaler.watch(6.0, STEP_S, num_waiting=66, num_inside=80)[-1] == 5
+    assert scaler.watch(6.0, STEP_S, num_waiting=84, num_inside=90)[-1] == 5
 
 
 @pytest.mark.parametrize(
-    ("ttft_slo_s", "num_waiting", "replicas"), [(2.0, 6, 4), (2.0, 66, 5), (20.0, 60, 4), (20.0, 126, 5)]
+    ("ttft_slo_s", "attainment", "usual"), [(2.0, 0.9, 24), (2.0, 1.0, 6), (20.0, 0.9, 78), (2.0, 0.5, 96)]
 )
-def test_what_waits_for_half_of_its_objective_waits_to_be_placed_and_not_for_an_engine(
-    ttft_slo_s, num_waiting, replicas
-):
-    """Four engines serve 8 requests/s; 6 arrive, and more than 60 that wait would be 2 more."""
-    scaler = Watched(ttft_slo_s=ttft_slo_s)
+def test_what_waits_to_be_placed_or_may_come_late_asks_for_no_engine(ttft_slo_s, attainment, usual):
+    """Four engines serve 8 requests/s, and 7.2 are planned for: of 24 more that wait, 0.8 are left for each second."""
+    scaler = Watched(ttft_slo_s=ttft_slo_s, attainment=attainment)
     scaler.watch(6.0, 600.0)
-    assert scaler.watch(6.0, STEP_S, num_waiting=num_waiting, num_inside=200)[-1] == replicas
+    assert scaler.watch(6.0, STEP_S, num_waiting=usual + 20, num_inside=200)[-1] == 4
+    assert scaler.watch(6.0, STEP_S, num_waiting=usual + 30, num_inside=200)[-1] == 5
 
 
 def test_a_router_that_is_gone_takes_no_requests_back():
@@ -236,7 +236,8 @@ class PlainScaler:
     def want(self, state: ScalerState, seen: ScalerObservation, bounded) -> int:
         if seen.capacity is None:
             return bounded(max(seen.replicas, 1))
-        late = seen.num_waiting - state.demand.minute_rps * seen.ttft_slo_s / 2.0
+        usual_s = seen.ttft_slo_s / 2.0 + 30.0 * (1.0 - seen.attainment)
+        late = seen.num_waiting - state.demand.minute_rps * usual_s
         rate_rps = state.demand.planned_rps + max(late, 0.0) / 30.0
         sizes = range(1, max(seen.max_replicas, 1))
         enough = [number for number in sizes if seen.capacity.estimate_goodput_rps(number) >= rate_rps]
@@ -271,6 +272,8 @@ def test_the_scaler_decides_as_a_plain_reading_has_it(seed: int) -> None:
         up_window_s=rng.choice((0.0, 40.0, 180.0)),
         down_window_s=rng.choice((None, 0.0, 100.0, 300.0)),
         start_s=rng.choice((20.0, 300.0)),
+        ttft_slo_s=rng.choice((1.0, 8.0)),
+        attainment=rng.choice((0.9, 0.99)),
         least_serving=rng.choice((1, 1, 2)),
         capacity=rng.choice((None, CURVE, CapacityCurve(((1, 1.0), (4, 6.0))))),
     )
@@ -280,7 +283,7 @@ def test_the_scaler_decides_as_a_plain_reading_has_it(seed: int) -> None:
             rate_rps = rng.choice((0.0, 0.0, 1.0, 6.0, 14.0))
         step_s = rng.choice((0.5, 1.0, 4.0, 5.0, 6.0, 20.0))
         arrived = round(rate_rps * step_s * rng.uniform(0.5, 1.5))
-        waiting = rng.choice((0, 0, 0, 10, 60)) if rate_rps else 0
+        waiting = rng.choice((0, 0, 0, 10, 90)) if rate_rps else 0
         seen = replace(
             seen,
             now=seen.now + step_s,

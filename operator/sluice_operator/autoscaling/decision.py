@@ -11,15 +11,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sluice_core.autoscaling.demand_forecast import DemandForecast
+from sluice_core.scheduling.router_wait_limit import ROUTER_WAIT_LIMIT_S
 from sluice_operator.autoscaling.scale_down_window import ScaleDownWindow
 
 if TYPE_CHECKING:
     from sluice_core.autoscaling.capacity_curve import CapacityCurve
 
-# What waits at the routers is to be gone within so long, beside what arrives.
+# What waits at the routers for want of engines is to be gone within so long, beside what arrives.
 BACKLOG_S = 30.0
-# Strategies that bind late keep prompts at the router, and place them in time: so long, of the TTFT objective, what
-# arrives may wait without an engine being wanted for it.
+# Strategies that bind late keep prompts at the router, and place them in time: what arrives waits for so long, of the
+# TTFT objective.
 USUAL_WAIT_SHARE = 0.5
 # Recommendations are remembered at most once in so long.
 RECORD_INTERVAL_S = 5.0
@@ -38,6 +39,7 @@ class ScalerObservation:
         capacity: Goodput by engines; None: no search has found one.
         start_s: How long an engine takes from being asked for until it serves.
         ttft_slo_s: TTFT objective.
+        attainment: Share of requests that are to meet both objectives.
         min_replicas: ``autoscaling.minReplicas``.
         max_replicas: ``autoscaling.maxReplicas``.
         up_window_s: ``autoscaling.scaleUp.stabilizationWindowSeconds``.
@@ -54,6 +56,7 @@ class ScalerObservation:
     capacity: CapacityCurve | None
     start_s: float
     ttft_slo_s: float
+    attainment: float
     min_replicas: int
     max_replicas: int
     up_window_s: float
@@ -119,8 +122,10 @@ def is_idle(state: ScalerState, observation: ScalerObservation) -> bool:
 
 def compute_rate_rps(state: ScalerState, observation: ScalerObservation) -> float:
     """Computes the rate that engines are wanted for: what is expected, with headroom, and what waits for engines."""
-    num_usual = state.demand.minute_rps * USUAL_WAIT_SHARE * observation.ttft_slo_s
-    return state.demand.planned_rps + max(0.0, observation.num_waiting - num_usual) / BACKLOG_S
+    # Those that may come late wait until the router refuses them, where others go first.
+    usual_s = USUAL_WAIT_SHARE * observation.ttft_slo_s + (1.0 - observation.attainment) * ROUTER_WAIT_LIMIT_S
+    num_lacking = observation.num_waiting - state.demand.minute_rps * usual_s
+    return state.demand.planned_rps + max(0.0, num_lacking) / BACKLOG_S
 
 
 def count_wanted(state: ScalerState, observation: ScalerObservation) -> int:
