@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.fidelity.events import count_simulated
 from benchmarks.fidelity.recorded_runs import RecordedBatch
 
 from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_cli.simulation.cluster_spec import read_manifest_spec
 from sluice_core.records import Role, Slo
-from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.engine.gap_histogram import GapHistogram
@@ -46,13 +46,13 @@ class Simulated:
         ttft_s: Of each request that was not refused, in order.
         tpot_s: Likewise; None: one token.
         has_met: Whether each met its objectives.
-        moves: By cause.
+        events: See ``events``.
     """
 
     ttft_s: list[float]
     tpot_s: list[float | None]
     has_met: list[bool]
-    moves: dict[str, int]
+    events: dict[str, int]
 
 
 def make_cell(manifest: dict[str, Any], kv_blocks: int) -> tuple[Cell, Slo]:
@@ -80,7 +80,7 @@ def simulate(cell: Cell, arrivals: Sequence[Arrival]) -> Simulated:
         ttft_s=[request.ttft_s for request in finished],
         tpot_s=[request.tpot_s for request in finished],
         has_met=[request.has_met_slo for request in simulation.requests],
-        moves={cause.value: count for cause, count in simulation.num_moves.items() if count},
+        events=count_simulated(simulation),
     )
 
 
@@ -94,7 +94,7 @@ def replay(cell: Cell, requests: Sequence[RecordedRequest]) -> list[RecordedBatc
     timeline = Timeline()
     engine = SimEngine(
         replace(cell.engines[0], role=Role.DECODE_HEAVY),
-        ChunkedPrefillPolicy(counts_decodes=cell.options.counts_decodes),
+        cell.strategy.make_engine(cell.parameters, counts_decodes=cell.options.counts_decodes),
         GapHistogram(),
         [],
         schedules_ahead=cell.options.schedules_ahead,
