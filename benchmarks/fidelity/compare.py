@@ -74,7 +74,7 @@ class Comparison:
         rate: Requests per second.
         num_requests: Requests.
         errors: Why emulated ones failed, and how many.
-        num_refused: Simulated ones that were refused.
+        num_refused: Simulated ones that were refused, in the mean.
         emulated: Its figures.
         simulated: Its figures.
         clock_error: Median of measured over modelled time of an iteration, less 1.
@@ -119,7 +119,7 @@ def compare_runs(
         rate=phase.rate,
         num_requests=len(phase.answers),
         errors=dict(Counter(answer.error for answer in phase.answers if answer.error)),
-        num_refused=len(simulated.has_met) - len(simulated.ttft_s),
+        num_refused=round((len(simulated.has_met) - len(simulated.ttft_s)) / simulated.num_runs),
         emulated=Figures(
             attainment=phase.attainment,
             ttft_ms=(phase.compute_ttft_ms(50), phase.compute_ttft_ms(90)),

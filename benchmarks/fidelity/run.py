@@ -132,7 +132,7 @@ class FidelityRun:
             end_s, after = time.monotonic(), await read_engine_events(self._cluster, self._client)
             seen = [to_simulated(answer.arrival, answer.arrival.at_s + answer.lag_s, slo) for answer in phase.answers]
             records = read_records(self._records, cell.engines[0].profile, begin_s, end_s)
-            simulated = simulate(cell, sorted(seen, key=lambda arrival: arrival.at_s))
+            simulated = simulate(cell, seen, options.simulations)
             comparison = compare_runs(phase, after - before, simulated, records)
             comparison.goodput_rps = goodput_rps
             if setting.name in STAYS:  # an engine's load is its own
@@ -174,6 +174,7 @@ def to_simulated(arrival: LoadArrival, at_s: float, slo: Slo) -> SimulatedArriva
         prompt_tokens=arrival.prompt_tokens,
         output_tokens=arrival.output_tokens,
         slo=replace(slo, ttft_s=ttft_s),
+        max_output_tokens=arrival.output_tokens,  # as the load says it
     )
 
 
@@ -209,6 +210,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, help="requests per second, instead of shares of the goodput")
     parser.add_argument("--shares", default="0.5,0.85", help="of the simulated goodput (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the arrivals (default %(default)s)")
+    parser.add_argument("--simulations", type=int, default=9, help="of each load (default %(default)s)")
     parser.add_argument("--max-output-tokens", type=int, default=1024, help="longer ones are left out (%(default)s)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals (default %(default)s)")
     parser.add_argument("--strategies", default="TaiChi,Aggregated,Disaggregated", help="default %(default)s")
