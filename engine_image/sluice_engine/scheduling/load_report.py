@@ -52,10 +52,7 @@ def measure_load(
         # A decode that ends in the iteration in which it began was never in the sum.
         decode_context_tokens=max(0, tracker.decode_context_tokens),
         pulling_requests=tracker.count(RequestKind.JOINING),
-        kv_blocks_total=kv.total,
-        kv_blocks_used=kv.used,
-        kv_blocks_granted=kv.granted,
-        kv_blocks_pinned=kv.pinned,
+        **_describe_blocks(kv),
         chunk_size_tokens=plan.chunk_size_tokens,
         is_draining=plan.is_draining,
         generation=plan.generation,
@@ -70,6 +67,15 @@ def measure_load(
         num_recomputed_pulls=pulls.num_recomputed,
         under_way=under_way,
     )
+
+
+def _describe_blocks(kv: KvBlocks) -> dict[str, Any]:
+    return {
+        "kv_blocks_total": kv.total,
+        "kv_blocks_used": kv.used,
+        "kv_blocks_granted": kv.granted,
+        "kv_blocks_pinned": kv.pinned,
+    }
 
 
 def _describe_queue(tracker: RequestTracker, now_s: float) -> dict[str, Any]:
