@@ -39,12 +39,14 @@ class LoadArrival:
         at_s: When it arrives, from the start of the load.
         prompt_tokens: Its prompt's length.
         output_tokens: Its output's length.
+        ttft_slo_ms: Its own objective for the time to first token; None: the manifest's.
     """
 
     number: int
     at_s: float
     prompt_tokens: int
     output_tokens: int
+    ttft_slo_ms: int | None = None
 
 
 def load_lengths(trace: str, *, limit_tokens: int, limit_output_tokens: int, folder: Path = TRACES) -> Lengths:

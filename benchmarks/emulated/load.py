@@ -94,7 +94,7 @@ def make_request(arrival: LoadArrival, model: str, rng: random.Random) -> bytes:
     """Makes a request of exact lengths, with a prompt that no prefix cache holds.
 
     Args:
-        arrival: Its lengths.
+        arrival: Its lengths and objective.
         model: Served name.
         rng: Draws the prompt.
     """
@@ -107,6 +107,8 @@ def make_request(arrival: LoadArrival, model: str, rng: random.Random) -> bytes:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if arrival.ttft_slo_ms is not None:
+        body["sluice"] = {"slo_ttft_ms": arrival.ttft_slo_ms}
     content = json.dumps(body, separators=(",", ":")).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"

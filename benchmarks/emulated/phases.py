@@ -28,6 +28,7 @@ COUNTERS = {
     "placements": ("sluice_placements_total", ("role",)),
     "placement_reasons": ("sluice_placements_total", ("role", "reason")),
     "moves": ("sluice_moves_total", ("cause", "result")),
+    "cut_prompts": ("sluice_cut_prompts_total", ("result",)),
     "flow_blocked": ("sluice_flow_blocked_total", ("cause", "reason")),
     "recoveries": ("sluice_recoveries_total", ("reason",)),
     "engine_losses": ("sluice_engine_losses_total", ("reason",)),

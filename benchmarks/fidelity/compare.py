@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.fidelity.events import count_emulated
 from benchmarks.fidelity.recorded_runs import count_pauses
 from benchmarks.local_cluster.figures import compute_percentile, format_number, format_table
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.fidelity.simulated import Simulated
 
 MS = 1e3
-HEADER = ("strategy", "rate/s", "requests", "", "attainment", "TTFT p50", "p90 ms", "TPOT p50", "p90 ms", "moves")
+HEADER = ("strategy", "rate/s", "requests", "", "attainment", "TTFT p50", "p90 ms", "TPOT p50", "p90 ms", "events")
 NUM_CONTEXT = 3
 # An iteration is scheduled when the one before it begins: one end before its own begin.
 NUM_PAUSE_ENDS = (
@@ -36,13 +37,13 @@ class Figures:
         attainment: Share of requests that met both objectives.
         ttft_ms: Percentiles 50 and 90.
         tpot_ms: Likewise.
-        moves: By cause.
+        events: See ``events``.
     """
 
     attainment: float
     ttft_ms: tuple[float, float]
     tpot_ms: tuple[float, float]
-    moves: dict[str, int]
+    events: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Comparison:
         rate: Requests per second.
         num_requests: Requests.
         errors: Why emulated ones failed, and how many.
-        num_refused: Simulated ones that were refused.
+        num_refused: Simulated ones that were refused, in the mean.
         emulated: Its figures.
         simulated: Its figures.
         clock_error: Median of measured over modelled time of an iteration, less 1.
@@ -101,8 +102,10 @@ class Comparison:
         return asdict(self)
 
 
-def compare_runs(phase: Phase, simulated: Simulated, records: Sequence[Record]) -> Comparison:
-    """Compares what came of the same arrivals."""
+def compare_runs(
+    phase: Phase, engine_events: Counter[str], simulated: Simulated, records: Sequence[Record]
+) -> Comparison:
+    """Compares what came of the same arrivals; the engines' counts are those of this load."""
     tpot_ms = [tpot_s * MS for tpot_s in simulated.tpot_s if tpot_s is not None]
     ttft_ms = [ttft_s * MS for ttft_s in simulated.ttft_s]
     ratios = [
@@ -116,18 +119,18 @@ def compare_runs(phase: Phase, simulated: Simulated, records: Sequence[Record]) 
         rate=phase.rate,
         num_requests=len(phase.answers),
         errors=dict(Counter(answer.error for answer in phase.answers if answer.error)),
-        num_refused=len(simulated.has_met) - len(simulated.ttft_s),
+        num_refused=round((len(simulated.has_met) - len(simulated.ttft_s)) / simulated.num_runs),
         emulated=Figures(
             attainment=phase.attainment,
             ttft_ms=(phase.compute_ttft_ms(50), phase.compute_ttft_ms(90)),
             tpot_ms=(phase.compute_tpot_ms(50), phase.compute_tpot_ms(90)),
-            moves=phase.count_moves(),
+            events=count_emulated(phase, engine_events),
         ),
         simulated=Figures(
             attainment=sum(simulated.has_met) / len(simulated.has_met) if simulated.has_met else math.nan,
             ttft_ms=(compute_percentile(ttft_ms, 50), compute_percentile(ttft_ms, 90)),
             tpot_ms=(compute_percentile(tpot_ms, 50), compute_percentile(tpot_ms, 90)),
-            moves=simulated.moves,
+            events=simulated.events,
         ),
         clock_error=compute_percentile(ratios, 50),
         busy_cores=phase.cores.busy,
@@ -210,5 +213,5 @@ def _format_figures(figures: Figures) -> list[str]:
         format_number(100 * figures.attainment),
         *(format_number(value, 0) for value in figures.ttft_ms),
         *(format_number(value, 2) for value in figures.tpot_ms),
-        ", ".join(f"{cause} {count}" for cause, count in sorted(figures.moves.items())) or "-",
+        ", ".join(f"{name} {count}" for name, count in sorted(figures.events.items())) or "-",
     ]

@@ -5,8 +5,8 @@
 
 The first runs ``sluice up`` with emulated engines (vLLM's own scheduler, our router, in real time) at shares of the
 goodput that the simulator finds on these arrivals, then simulates the arrivals that the router saw. Where nothing
-moves (Aggregated), each engine's load is replayed, and iterations are compared one by one. ``--batches`` does that
-with one engine alone. See docs/measurements/fidelity.md.
+moves (Aggregated, EcoServe), each engine's load is replayed, and iterations are compared one by one. ``--batches`` does
+that with one engine alone. See docs/measurements/fidelity.md.
 """
 
 from __future__ import annotations
@@ -19,21 +19,29 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
 from benchmarks.emulated.arrivals import load_lengths, make_arrivals
-from benchmarks.emulated.manifests import ANSWER_TIMEOUT_S, MODEL_LIMIT_TOKENS, make_cluster_manifest, read_share
+from benchmarks.emulated.manifests import (
+    ANSWER_TIMEOUT_S,
+    MAX_BATCH_TOKENS,
+    MODEL_LIMIT_TOKENS,
+    make_cluster_manifest,
+    read_share,
+)
 from benchmarks.emulated.phases import Setting, run_phase
 from benchmarks.fidelity.compare import Comparison, compare_batches, compare_runs, format_comparisons
+from benchmarks.fidelity.events import read_engine_events
 from benchmarks.fidelity.recorded_runs import read_records
 from benchmarks.fidelity.simulated import find_goodput_rps, make_cell, replay, simulate
 from benchmarks.local_cluster.cluster import POLL_S, BenchmarkCluster, run_cluster, run_to_status
 from benchmarks.local_cluster.figures import describe_machine
 
 from sluice_core.sim.sim_setup import Arrival as SimulatedArrival
+from sluice_core.strategies import STRATEGIES
 from sluice_engine.scheduling.fidelity_recorder import VARIABLE
 
 if TYPE_CHECKING:
@@ -43,22 +51,28 @@ if TYPE_CHECKING:
 
     from sluice_core.records import Slo
 
+# Strategies under which requests stay on their engine: each engine's load is replayed, and batches are compared.
+STAYS = frozenset({"Aggregated", "EcoServe"})
+# Strategies that serve requests of several TTFT objectives, and how many requests there are for each urgent one.
+HAS_URGENT = frozenset({"FlowPrefill"})
+URGENT_EVERY = 4
+
 
 def make_settings(options: argparse.Namespace) -> list[Setting]:
     """Makes the strategies with the sliders of the command line."""
-    share, prefill, decode = options.taichi.split(":")
     sliders = {
-        "TaiChi": (read_share(share), int(prefill), int(decode)),
-        "Aggregated": (0, options.aggregated, options.aggregated),
-        "Disaggregated": (read_share(options.disaggregated), int(prefill), 0),
+        "Aggregated": f"0:{options.aggregated}:{options.aggregated}",
+        "Disaggregated": f"{options.disaggregated}:{MAX_BATCH_TOKENS}:0",
+        "FlowPrefill": options.flowprefill,
     }
-    if unknown := set(options.strategies) - set(sliders):
-        raise SystemExit(f"--strategies: unknown {sorted(unknown)}, known are {', '.join(sliders)}")
+    known = [strategy.title for strategy in STRATEGIES.values()]
+    if unknown := set(options.strategies) - set(known):
+        raise SystemExit(f"--strategies: unknown {sorted(unknown)}, known are {', '.join(known)}")
 
     def make_setting(name: str) -> Setting:
-        prefill_heavy, prefill_tokens, decode_tokens = sliders[name]
-        chunk_sizes = {"prefillHeavy": prefill_tokens, "decodeHeavy": decode_tokens}
-        return Setting(name=name, spec={"strategy": name, "prefillHeavy": prefill_heavy, "chunkSizes": chunk_sizes})
+        share, prefill, decode = sliders.get(name, options.taichi).split(":")  # those without roles use no slider
+        chunk_sizes = {"prefillHeavy": int(prefill), "decodeHeavy": int(decode)}
+        return Setting(name=name, spec={"strategy": name, "prefillHeavy": read_share(share), "chunkSizes": chunk_sizes})
 
     return [make_setting(name) for name in options.strategies]
 
@@ -101,21 +115,27 @@ class FidelityRun:
         cell, slo = make_cell(manifest, self._kv_blocks)
         goodput_rps = None
         rates = [options.rate]
+
+        def make_arrivals(rate: float) -> list[LoadArrival]:
+            arrivals = self._make_arrivals(rate)
+            return make_urgent(arrivals, options.urgent_ttft_ms) if setting.name in HAS_URGENT else arrivals
+
         if options.rate is None:
             goodput_rps = find_goodput_rps(
-                cell, lambda rate: [to_simulated(arrival, arrival.at_s, slo) for arrival in self._make_arrivals(rate)]
+                cell, lambda rate: [to_simulated(arrival, arrival.at_s, slo) for arrival in make_arrivals(rate)]
             )
             print(f"{setting.name}: simulated goodput on these arrivals {goodput_rps:.2f}/s", flush=True)
             rates = [share * goodput_rps for share in options.shares]
         for rate in rates:
-            begin_s = time.monotonic()
-            phase = await self._load(setting, self._make_arrivals(rate), rate)
-            end_s = time.monotonic()
+            begin_s, before = time.monotonic(), await read_engine_events(self._cluster, self._client)
+            phase = await self._load(setting, make_arrivals(rate), rate)
+            end_s, after = time.monotonic(), await read_engine_events(self._cluster, self._client)
             seen = [to_simulated(answer.arrival, answer.arrival.at_s + answer.lag_s, slo) for answer in phase.answers]
             records = read_records(self._records, cell.engines[0].profile, begin_s, end_s)
-            comparison = compare_runs(phase, simulate(cell, sorted(seen, key=lambda arrival: arrival.at_s)), records)
+            simulated = simulate(cell, seen, options.simulations)
+            comparison = compare_runs(phase, after - before, simulated, records)
             comparison.goodput_rps = goodput_rps
-            if setting.name == "Aggregated":  # an engine's load is its own where nothing moves
+            if setting.name in STAYS:  # an engine's load is its own
                 comparison.batches = [compare_batches(record, replay(cell, record.requests)) for record in records]
             self.comparisons.append(comparison)
             print(format_comparisons([comparison]), flush=True)
@@ -138,10 +158,23 @@ class FidelityRun:
         )
 
 
+def make_urgent(arrivals: list[LoadArrival], ttft_slo_ms: int) -> list[LoadArrival]:
+    """Gives every ``URGENT_EVERY``-th request this objective."""
+    return [
+        replace(arrival, ttft_slo_ms=ttft_slo_ms if arrival.number % URGENT_EVERY == 0 else None)
+        for arrival in arrivals
+    ]
+
+
 def to_simulated(arrival: LoadArrival, at_s: float, slo: Slo) -> SimulatedArrival:
     """The same request for the simulator."""
+    ttft_s = slo.ttft_s if arrival.ttft_slo_ms is None else arrival.ttft_slo_ms / 1e3
     return SimulatedArrival(
-        at_s=at_s, prompt_tokens=arrival.prompt_tokens, output_tokens=arrival.output_tokens, slo=slo
+        at_s=at_s,
+        prompt_tokens=arrival.prompt_tokens,
+        output_tokens=arrival.output_tokens,
+        slo=replace(slo, ttft_s=ttft_s),
+        max_output_tokens=arrival.output_tokens,  # as the load says it
     )
 
 
@@ -177,12 +210,23 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, help="requests per second, instead of shares of the goodput")
     parser.add_argument("--shares", default="0.5,0.85", help="of the simulated goodput (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the arrivals (default %(default)s)")
+    parser.add_argument("--simulations", type=int, default=9, help="of each load (default %(default)s)")
     parser.add_argument("--max-output-tokens", type=int, default=1024, help="longer ones are left out (%(default)s)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals (default %(default)s)")
     parser.add_argument("--strategies", default="TaiChi,Aggregated,Disaggregated", help="default %(default)s")
     parser.add_argument("--taichi", default="50%:1024:256", metavar="R:SP:SD", help="its sliders (default %(default)s)")
     parser.add_argument("--aggregated", type=int, default=512, metavar="S", help="its chunk size (default %(default)s)")
     parser.add_argument("--disaggregated", default="50%", metavar="R", help="its P-heavy share (default %(default)s)")
+    parser.add_argument(
+        "--flowprefill", default="50%:1024:0", metavar="R:SP:SD", help="its sliders (default %(default)s)"
+    )
+    parser.add_argument(
+        "--urgent-ttft-ms",
+        type=int,
+        default=1000,
+        help=f"TTFT objective of one request in {URGENT_EVERY} under "
+        "FlowPrefill, which preempts prefills of the others for them (default %(default)s)",
+    )
     parser.add_argument("--ttft-ms", type=int, default=4000, help="TTFT objective (default %(default)s)")
     parser.add_argument("--tpot-ms", type=int, default=70, help="TPOT objective (default %(default)s)")
     parser.add_argument("--gpu", default="a100-80g", help="of a profile (default %(default)s)")

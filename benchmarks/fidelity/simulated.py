@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.fidelity.events import count_simulated
 from benchmarks.fidelity.recorded_runs import RecordedBatch
 
 from sluice_cli.simulation.cluster_builder import build_cluster
 from sluice_cli.simulation.cluster_spec import read_manifest_spec
 from sluice_core.records import Role, Slo
-from sluice_core.scheduling.batching.chunked_prefill import ChunkedPrefillPolicy
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.engine.gap_histogram import GapHistogram
@@ -40,23 +42,25 @@ NO_OBJECTIVE = Slo(ttft_s=1e9, tpot_s=1e9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """A simulated run.
+    """Simulated runs of the same arrivals.
 
     Args:
-        ttft_s: Of each request that was not refused, in order.
+        num_runs: Runs.
+        ttft_s: Of each request that was not refused, of all runs.
         tpot_s: Likewise; None: one token.
         has_met: Whether each met its objectives.
-        moves: By cause.
+        events: See ``events``; of a run in the mean.
     """
 
+    num_runs: int
     ttft_s: list[float]
     tpot_s: list[float | None]
     has_met: list[bool]
-    moves: dict[str, int]
+    events: dict[str, int]
 
 
 def make_cell(manifest: dict[str, Any], kv_blocks: int) -> tuple[Cell, Slo]:
-    """Makes the cell of a manifest with emulated engines: their KV goes over the link that they emulate.
+    """Makes the cell of a manifest with emulated engines: KV goes over their link, and they learn what iterations take.
 
     Args:
         manifest: The manifest.
@@ -68,19 +72,35 @@ def make_cell(manifest: dict[str, Any], kv_blocks: int) -> tuple[Cell, Slo]:
         spec.settings, link_bytes_per_s=defaults.link_bytes_per_s, link_latency_s=defaults.link_latency_s
     )
     cell = build_cluster(replace(spec, settings=settings), seed=0)
-    return replace(cell, engines=[replace(setup, kv_blocks_total=kv_blocks) for setup in cell.engines]), spec.slo
+    engines = [replace(setup, kv_blocks_total=kv_blocks, learns_latency=True) for setup in cell.engines]
+    return replace(cell, engines=engines), spec.slo
 
 
-def simulate(cell: Cell, arrivals: Sequence[Arrival]) -> Simulated:
-    """Runs it."""
-    simulation = Simulation(cell, arrivals)
-    simulation.run()
-    finished = [request for request in simulation.requests if request.state is RequestState.FINISHED]
+def simulate(cell: Cell, arrivals: Sequence[Arrival], num_runs: int) -> Simulated:
+    """Runs it several times: who waits is chance, and turns on the milliseconds in which routers read requests.
+
+    Args:
+        cell: The cluster.
+        arrivals: What the router saw.
+        num_runs: In each, each request comes later by a time drawn anew.
+    """
+    finished: list[SimRequest] = []
+    has_met: list[bool] = []
+    events: Counter[str] = Counter()
+    for seed in range(num_runs):
+        rng = random.Random(seed)
+        late = [replace(one, at_s=one.at_s + rng.uniform(0.0, 2.0 * cell.options.message_s)) for one in arrivals]
+        simulation = Simulation(cell, sorted(late, key=lambda arrival: arrival.at_s))
+        simulation.run()
+        finished += [request for request in simulation.requests if request.state is RequestState.FINISHED]
+        has_met += [request.has_met_slo for request in simulation.requests]
+        events.update(count_simulated(simulation))
     return Simulated(
+        num_runs=num_runs,
         ttft_s=[request.ttft_s for request in finished],
         tpot_s=[request.tpot_s for request in finished],
-        has_met=[request.has_met_slo for request in simulation.requests],
-        moves={cause.value: count for cause, count in simulation.num_moves.items() if count},
+        has_met=has_met,
+        events={name: round(count / num_runs) for name, count in events.items()},
     )
 
 
@@ -94,7 +114,7 @@ def replay(cell: Cell, requests: Sequence[RecordedRequest]) -> list[RecordedBatc
     timeline = Timeline()
     engine = SimEngine(
         replace(cell.engines[0], role=Role.DECODE_HEAVY),
-        ChunkedPrefillPolicy(counts_decodes=cell.options.counts_decodes),
+        cell.strategy.make_engine(cell.parameters, counts_decodes=cell.options.counts_decodes),
         GapHistogram(),
         [],
         schedules_ahead=cell.options.schedules_ahead,

@@ -112,6 +112,31 @@ def test_old_reports_cost_attainment_and_one_router_with_fresh_ones_costs_none()
     assert num_met[0] > num_met[1]
 
 
+def test_engines_that_learn_what_iterations_take_tell_the_routers():
+    arrivals = make_arrivals(random.Random(6), number=60)
+    setups = make_engines(((2, 256),), blocks=400, learns_latency=True)
+    routers = (RouterSetup(), RouterSetup(latency_factor=1.15))
+    simulation = run(Cell(engines=setups, strategy=STRATEGIES["sluice"][0], routers=routers), arrivals)
+    first, second = simulation.routers.routers
+    shape = IterationShape(prefill_tokens=200, num_chunks=1, attention_work=20_000.0, num_decodes=2)
+    for engine in simulation.engines:
+        assert engine.latency.num_observations == engine.counters.num_iterations
+        assert engine.latency.relative_error > 0.0
+        learned_s = engine.latency.estimate_shape_s(shape)
+        assert learned_s != engine.setup.profile.estimate_shape_s(shape)
+        assert first.table[engine.engine_id].latency.estimate_shape_s(shape) == learned_s
+        assert second.table[engine.engine_id].latency.estimate_shape_s(shape) == pytest.approx(1.15 * learned_s)
+
+
+def test_what_clients_ask_for_bounds_the_lengths_that_a_router_predicts():
+    arrivals = [replace(arrival, output_tokens=9) for arrival in make_arrivals(random.Random(7), number=40)]
+    asked = [replace(arrival, max_output_tokens=9) for arrival in arrivals]
+    cell = Cell(engines=make_engines(((2, 256),), blocks=400), strategy=STRATEGIES["dynaserve"][0])
+    described = [request.describe_prefill().max_output_tokens for request in run(cell, asked).requests]
+    assert set(described) == {9}
+    assert describe(run(cell, asked)) != describe(run(cell, arrivals))
+
+
 def test_a_wrong_model_is_wrong_by_its_factor():
     profile = make_engines(((1, 512),))[0].profile
     scaled = ScaledLatencyModel(profile, 1.15)

@@ -261,6 +261,7 @@ class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
         num_moved_in: Requests that arrived with KV, since the start.
         num_moved_out: Requests handed off, since the start.
         num_recomputed_pulls: Pulls that failed, came too late or were malformed, and were recomputed, since the start.
+        under_way: What the iteration under way computes, which are no queued tokens any more; None: nothing is.
     """
 
     queued_prefill_tokens: int = 0
@@ -288,6 +289,7 @@ class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     num_moved_in: int = 0
     num_moved_out: int = 0
     num_recomputed_pulls: int = 0
+    under_way: IterationReport | None = None
 
 
 Answer = ConfigureAnswer | GrantAnswer | HandOffAnswer | OfferAnswer | EmptyAnswer | SchedulerLoad

@@ -38,12 +38,22 @@ def test_every_enum_value_but_the_unspecified_has_a_name():
 
 def test_every_number_of_a_load_is_reported():
     # Suspended prefills and switches of phases are metrics of the engine alone.
-    others = {"generation", "is_draining", "num_suspended_prefills", "num_phase_switches"}
+    others = {"generation", "is_draining", "num_suspended_prefills", "num_phase_switches", "under_way"}
     fields = [name for name in core_messages.SchedulerLoad.__struct_fields__ if name not in others]
     load = core_messages.SchedulerLoad(is_draining=True, **{name: number for number, name in enumerate(fields, 1)})
     report = wire_conversion.load_report(load)
     assert {name: getattr(report, name) for name in fields} == {name: getattr(load, name) for name in fields}
     assert report.is_draining
+
+
+def test_what_is_under_way_is_reported_and_so_is_that_nothing_is():
+    values = {name: number for number, name in enumerate(core_messages.IterationReport.__struct_fields__, 1)}
+    load = core_messages.SchedulerLoad(under_way=core_messages.IterationReport(**values))
+    under_way = wire_conversion.load_report(load).under_way
+    assert {name: getattr(under_way, name) for name in values} == values
+    idle = wire_conversion.load_report(core_messages.SchedulerLoad())
+    assert idle.HasField("under_way")
+    assert idle.under_way == wire.Iteration()
 
 
 def test_an_iteration_is_reported_whole():

@@ -277,6 +277,22 @@ def test_kv_counts_grants_apart_and_shared_pinned_blocks_once() -> None:
     assert usage.count_blocks_of("a") == 3
 
 
+def test_the_oldest_iteration_that_has_not_ended_is_under_way() -> None:
+    timer = IterationTimer()
+    assert timer.describe_under_way() is None
+    outputs: list[Any] = [SimpleNamespace() for _ in range(2)]
+    for number, output in enumerate(outputs, 1):
+        batch = describe_batch(SimpleNamespace(num_scheduled_tokens={}), make_tracker(), 0.0)
+        batch.prefill_tokens = number
+        timer.start(output, batch)
+    for number, output in enumerate(outputs, 1):
+        under_way = timer.describe_under_way()
+        assert under_way is not None
+        assert (under_way.prefill_tokens, under_way.number, under_way.duration_s) == (number, 0, 0.0)
+        timer.stop(output)
+    assert timer.describe_under_way() is None
+
+
 def test_an_iteration_takes_its_time_from_the_end_of_the_one_before_it() -> None:
     timer = IterationTimer()
     outputs: list[Any] = [SimpleNamespace() for _ in range(3)]

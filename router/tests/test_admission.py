@@ -10,6 +10,7 @@ from fake_engine import PARAMETERS, expected_output, make_plan
 
 from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.latency import OnlineLatencyModel
+from sluice_core.records import IterationShape
 from sluice_core.scheduling.waiting_order import MAX_ASSIGNED_AT_ONCE
 from sluice_router.errors import (
     DeadlineError,
@@ -245,13 +246,15 @@ def test_engine_of_another_routers_share_is_taken_when_ones_own_is_busier():
     assert engines == ["d1", "d1", "d0"]
 
 
-def predict_ttft_s(age_s: float) -> float:
-    """TTFT that placement expects on an engine whose iteration under way began so long ago."""
+def predict_ttft_s(age_s: float, under_way: engine_pb2.Iteration | None = None) -> float:
+    """TTFT that placement expects on an engine whose iteration under way began so long ago; its last one was short."""
     profile = load_profile("qwen2.5-32b@a100-80g")
     harness = Harness(ONE, make_latency_model=lambda _: OnlineLatencyModel(profile))
     load = harness.cores["d0"].load()
     load.running_decodes, load.decode_context_tokens, load.iteration_age_s = 1, 100, age_s
     load.iteration.CopyFrom(engine_pb2.Iteration(number=1, num_decodes=1, decode_context_tokens=100))
+    if under_way is not None:
+        load.under_way.CopyFrom(under_way)
     harness.router.handle_message(harness.engines["d0"], engine_pb2.AttachResponse(load=load))
     story = harness.router.explain(harness.admit(20, 4)[0])
     assert story is not None
@@ -262,6 +265,18 @@ def test_expected_ttft_counts_the_rest_of_the_iteration_under_way():
     assert predict_ttft_s(0) - predict_ttft_s(0.01) == pytest.approx(0.01)
     # It is over any moment now.
     assert predict_ttft_s(10) == predict_ttft_s(20)
+
+
+def test_expected_ttft_counts_a_prefill_under_way_whatever_the_last_iteration_was():
+    """Its tokens are queued no more: an engine that has begun a long prompt after short iterations is not free."""
+    prefill = engine_pb2.Iteration(prefill_tokens=2000, num_chunks=1, attention_work=2e6)
+    profile = load_profile("qwen2.5-32b@a100-80g")
+    prefill_s = OnlineLatencyModel(profile).estimate_shape_s(
+        IterationShape(prefill_tokens=2000, num_chunks=1, attention_work=2e6)
+    )
+    idle_s = predict_ttft_s(10)
+    assert predict_ttft_s(0.1, prefill) - idle_s == pytest.approx(prefill_s - 0.1)
+    assert predict_ttft_s(0, engine_pb2.Iteration()) == idle_s  # nothing is under way
 
 
 def test_prefills_go_where_the_fewest_tokens_are_queued():

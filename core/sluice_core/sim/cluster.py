@@ -333,7 +333,7 @@ class SimCluster:
             engine.cache.take_changes()
         self._by_id[setup.engine_id] = engine
         self._known_ids.add(setup.engine_id)
-        self.routers.add_engine(setup)
+        self.routers.add_engine(setup, engine.latency)
 
     def _spread_chunk_sizes(self) -> None:
         """Tell every engine's policy the chunk sizes of the cluster."""

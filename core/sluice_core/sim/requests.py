@@ -70,6 +70,7 @@ class SimRequest:
         "is_whole",
         "kind",
         "last_token_s",
+        "max_output_tokens",
         "num_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -106,6 +107,7 @@ class SimRequest:
         self.request_id = RequestId(str(index))
         self.prompt_tokens = arrival.prompt_tokens
         self.output_tokens = arrival.output_tokens
+        self.max_output_tokens = arrival.max_output_tokens
         self.priority = arrival.priority
         self.slo = arrival.slo
         self.ttft_slo_s = arrival.slo.ttft_s
@@ -199,6 +201,7 @@ class SimRequest:
             is_recovery=self.first_token_s >= 0.0,
             next_token_due_s=self.first_token_s + self.tpot_slo_s * self.generated_tokens,
             cached_tokens=cached_tokens,
+            max_output_tokens=self.max_output_tokens,
             is_whole=self.is_whole,
         )
 

@@ -82,10 +82,9 @@ class SimRouter:
         self.is_retry_due = False
         self.reports: deque[_LateReport] = deque()
 
-    def add_engine(self, setup: EngineSetup) -> None:
-        """Add an engine to the table."""
-        profile: LatencyModel = setup.profile
-        self._profiles[setup.engine_id] = profile if self._factor == 1.0 else ScaledLatencyModel(profile, self._factor)
+    def add_engine(self, setup: EngineSetup, latency: LatencyModel) -> None:
+        """Add an engine to the table; it knows of its iterations what the engine itself does, but for the factor."""
+        self._profiles[setup.engine_id] = latency if self._factor == 1.0 else ScaledLatencyModel(latency, self._factor)
         config = EngineConfig(
             block_size_tokens=setup.block_size_tokens,
             kv_bytes_per_token=setup.kv_bytes_per_token,
@@ -142,10 +141,10 @@ class SimRouters:
         """Return the router that a request came to."""
         return self.first if self._of_requests is None else self.routers[self._of_requests[index]]
 
-    def add_engine(self, setup: EngineSetup) -> None:
-        """Add an engine to all tables."""
+    def add_engine(self, setup: EngineSetup, latency: LatencyModel) -> None:
+        """Add an engine to all tables, and how long it takes its iterations to take."""
         for router in self.routers:
-            router.add_engine(setup)
+            router.add_engine(setup, latency)
         if len(self.routers) > 1:
             owner = choose_owner(setup.engine_id, [router.router_id for router in self.routers])
             self._owners[setup.engine_id] = owner

@@ -130,6 +130,8 @@ class EngineSetup:
         link: What its KV leaves over.
         operators_per_iteration: An iteration of prefills alone may stop where one of so many operators of equal length
             ends (FlowPrefill, section 5.1), if the strategy preempts prefills. 0: it never stops, as on engines.
+        learns_latency: Its policy and the routers know at first nothing of how long its iterations take, and learn it
+            from them, as in the product. False: they know the profile.
 
     Raises:
         ValueError: No blocks, a chunk size above ``max_batch_tokens``, or fewer than no operators.
@@ -146,6 +148,7 @@ class EngineSetup:
     max_batch_tokens: int = MAX_BATCH_TOKENS
     link: TransferLink = TransferLink()
     operators_per_iteration: int = 0
+    learns_latency: bool = False
 
     def __post_init__(self) -> None:
         if self.operators_per_iteration < 0:
@@ -199,6 +202,7 @@ class Arrival:
         block_hashes: One for each ``SimOptions.hash_block_tokens`` of the prompt, a partial block at its end included.
             It names these tokens and all before them: equal ones mean equal prompts up to there. Empty: unlike any
             other.
+        max_output_tokens: Most output tokens that its client asks for, which a policy may see; 0: it does not say.
     """
 
     at_s: float
@@ -207,6 +211,7 @@ class Arrival:
     slo: Slo
     priority: int = 0
     block_hashes: tuple[int, ...] = ()
+    max_output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

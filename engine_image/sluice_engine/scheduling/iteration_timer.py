@@ -32,6 +32,11 @@ class IterationTimer:
         """Says whether an iteration under way computes prompt tokens."""
         return any(batch.prefill_tokens for batch in self._batches.values())
 
+    def describe_under_way(self) -> IterationReport | None:
+        """Describes the iteration under way, without a number and a duration; None: there is none."""
+        batch = next(iter(self._batches.values()), None)
+        return None if batch is None else _make_report(batch, 0, 0.0)
+
     def estimate_rest_s(self, latency: LatencyModel) -> tuple[int, float]:
         """Estimates what is left of the iterations under way.
 
@@ -71,14 +76,18 @@ class IterationTimer:
         began_s = max(batch.started_s, self._last_end_s)
         self._last_end_s = now_s
         self._number += 1
-        report = IterationReport(
-            number=self._number,
-            prefill_tokens=batch.prefill_tokens,
-            attention_work=batch.attention_work,
-            num_chunks=batch.num_chunks,
-            num_decodes=batch.num_decodes,
-            decode_context_tokens=batch.decode_context_tokens,
-            duration_s=now_s - began_s,
-        )
+        report = _make_report(batch, self._number, now_s - began_s)
         self._recent.note(report)
         return batch, report
+
+
+def _make_report(batch: ScheduledBatch, number: int, duration_s: float) -> IterationReport:
+    return IterationReport(
+        number=number,
+        prefill_tokens=batch.prefill_tokens,
+        attention_work=batch.attention_work,
+        num_chunks=batch.num_chunks,
+        num_decodes=batch.num_decodes,
+        decode_context_tokens=batch.decode_context_tokens,
+        duration_s=duration_s,
+    )

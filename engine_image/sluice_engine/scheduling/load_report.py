@@ -11,7 +11,7 @@ from sluice_engine.core_messages import SchedulerLoad
 if TYPE_CHECKING:
     from sluice_core.kv_blocks import KvBlocks
     from sluice_core.scheduling.engine_policy import PhaseReport
-    from sluice_engine.core_messages import ConfigureCommand
+    from sluice_engine.core_messages import ConfigureCommand, IterationReport
     from sluice_engine.kv_transfer.incoming_pulls import IncomingPulls
     from sluice_engine.kv_transfer.outgoing_hand_offs import OutgoingHandOffs
     from sluice_engine.request_tracker import RequestTracker
@@ -29,6 +29,7 @@ def measure_load(
     now_s: float,
     phase: PhaseReport | None = None,
     num_phase_switches: int = 0,
+    under_way: IterationReport | None = None,
 ) -> SchedulerLoad:
     """Reads the load after an iteration, or between two.
 
@@ -43,6 +44,7 @@ def measure_load(
         now_s: Monotonic time.
         phase: Where the engine is, with a policy that separates phases.
         num_phase_switches: Since the start.
+        under_way: The iteration under way.
     """
     return SchedulerLoad(
         **_describe_queue(tracker, now_s),
@@ -50,10 +52,7 @@ def measure_load(
         # A decode that ends in the iteration in which it began was never in the sum.
         decode_context_tokens=max(0, tracker.decode_context_tokens),
         pulling_requests=tracker.count(RequestKind.JOINING),
-        kv_blocks_total=kv.total,
-        kv_blocks_used=kv.used,
-        kv_blocks_granted=kv.granted,
-        kv_blocks_pinned=kv.pinned,
+        **_describe_blocks(kv),
         chunk_size_tokens=plan.chunk_size_tokens,
         is_draining=plan.is_draining,
         generation=plan.generation,
@@ -66,7 +65,17 @@ def measure_load(
         num_moved_in=pulls.num_moved_in,
         num_moved_out=hand_offs.num_moved_out,
         num_recomputed_pulls=pulls.num_recomputed,
+        under_way=under_way,
     )
+
+
+def _describe_blocks(kv: KvBlocks) -> dict[str, Any]:
+    return {
+        "kv_blocks_total": kv.total,
+        "kv_blocks_used": kv.used,
+        "kv_blocks_granted": kv.granted,
+        "kv_blocks_pinned": kv.pinned,
+    }
 
 
 def _describe_queue(tracker: RequestTracker, now_s: float) -> dict[str, Any]:

@@ -391,6 +391,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             now_s=now_s,
             phase=self._phases.describe(now_s, is_prefilling=self._is_prefilling()),
             num_phase_switches=self._phases.num_switches,
+            under_way=self._timer.describe_under_way(),
         )
 
     def _is_prefilling(self) -> bool:

@@ -105,6 +105,7 @@ def load_report(load: core_messages.SchedulerLoad) -> wire.LoadReport:
         num_recomputed_pulls=load.num_recomputed_pulls,
         prefill_phase_s=load.prefill_phase_s,
         saved_tpot_s=load.saved_tpot_s,
+        under_way=wire.Iteration() if load.under_way is None else iteration_message(load.under_way),
     )
 
 

@@ -1394,6 +1394,7 @@ class LoadReport(_message.Message):
     LATE_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     LATE_REQUESTS_FIELD_NUMBER: _builtins.int
     LATE_ATTENTION_WORK_FIELD_NUMBER: _builtins.int
+    UNDER_WAY_FIELD_NUMBER: _builtins.int
     last_submit_number: _builtins.int
     """Last submit of this router that the report includes."""
     queued_prefill_tokens: _builtins.int
@@ -1462,6 +1463,12 @@ class LoadReport(_message.Message):
     def iteration(self) -> Global___Iteration:
         """The iteration that this message follows; absent in idle reports."""
 
+    @_builtins.property
+    def under_way(self) -> Global___Iteration:
+        """The iteration under way, whose tokens are queued no more: it began when the last one ended. Its number and duration
+        are 0, and so is all of it where nothing is under way. Absent: the engine does not say.
+        """
+
     def __init__(
         self,
         *,
@@ -1492,10 +1499,11 @@ class LoadReport(_message.Message):
         late_prefill_tokens: _builtins.int = ...,
         late_requests: _builtins.int = ...,
         late_attention_work: _builtins.float = ...,
+        under_way: Global___Iteration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s", "iteration", b"iteration", "saved_tpot_s", b"saved_tpot_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s", "iteration", b"iteration", "saved_tpot_s", b"saved_tpot_s", "under_way", b"under_way"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s", "chunk_size_tokens", b"chunk_size_tokens", "decode_context_tokens", b"decode_context_tokens", "is_draining", b"is_draining", "is_of_others", b"is_of_others", "iteration", b"iteration", "iteration_age_s", b"iteration_age_s", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_submit_number", b"last_submit_number", "late_attention_work", b"late_attention_work", "late_prefill_tokens", b"late_prefill_tokens", "late_requests", b"late_requests", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "num_preemptions", b"num_preemptions", "num_recomputed_pulls", b"num_recomputed_pulls", "prefill_phase_s", b"prefill_phase_s", "pull_bytes_per_s", b"pull_bytes_per_s", "pulling_requests", b"pulling_requests", "queued_attention_work", b"queued_attention_work", "queued_prefill_tokens", b"queued_prefill_tokens", "queued_requests", b"queued_requests", "running_decodes", b"running_decodes", "saved_tpot_s", b"saved_tpot_s", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s", "chunk_size_tokens", b"chunk_size_tokens", "decode_context_tokens", b"decode_context_tokens", "is_draining", b"is_draining", "is_of_others", b"is_of_others", "iteration", b"iteration", "iteration_age_s", b"iteration_age_s", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_submit_number", b"last_submit_number", "late_attention_work", b"late_attention_work", "late_prefill_tokens", b"late_prefill_tokens", "late_requests", b"late_requests", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "num_preemptions", b"num_preemptions", "num_recomputed_pulls", b"num_recomputed_pulls", "prefill_phase_s", b"prefill_phase_s", "pull_bytes_per_s", b"pull_bytes_per_s", "pulling_requests", b"pulling_requests", "queued_attention_work", b"queued_attention_work", "queued_prefill_tokens", b"queued_prefill_tokens", "queued_requests", b"queued_requests", "running_decodes", b"running_decodes", "saved_tpot_s", b"saved_tpot_s", "transport", b"transport", "under_way", b"under_way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__saved_tpot_s: _TypeAlias = _typing.Literal["saved_tpot_s"]  # noqa: Y015
     _WhichOneofArgType__saved_tpot_s: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s"]  # noqa: Y015

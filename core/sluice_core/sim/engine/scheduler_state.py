@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sluice_core.latency import LatencyModel, OnlineLatencyModel
 from sluice_core.records import EngineId
 from sluice_core.scheduling.engine_policy import EnginePolicy, RequestKind
 from sluice_core.sim.block_table import BlockTable
@@ -32,6 +33,7 @@ class SchedulerState:
         policy: As given.
         cache: Its blocks, with prefix reuse; None: without.
         counters: What it has done.
+        latency: How long it takes its iterations to take, as its policy and the routers know it.
         selector: Selects its prompts; None: its policy orders them by its key.
         prefills: Its prefills.
         batch: Its decodes.
@@ -56,6 +58,7 @@ class SchedulerState:
         "is_reported",
         "is_running",
         "joined",
+        "latency",
         "pinned_blocks",
         "policy",
         "prefills",
@@ -84,7 +87,8 @@ class SchedulerState:
         self.cache: PrefixCache | None = None
         if hash_block_tokens is not None:
             self.cache = PrefixCache(setup.kv_blocks_total, setup.block_size_tokens, hash_block_tokens)
-        self.selector = selector = policy.make_selector(setup.profile)
+        self.latency: LatencyModel = OnlineLatencyModel() if setup.learns_latency else setup.profile
+        self.selector = selector = policy.make_selector(self.latency)
         self.prefills = (
             PrefillQueue(setup, policy, self.cache, takes_by_chunk=schedules_ahead)
             if selector is None
@@ -93,7 +97,7 @@ class SchedulerState:
         self.batch = DecodeBatch(setup)
         if not schedules_ahead:
             self.batch.decodes.split_lead_tokens = 0  # a hand-off takes no time to prepare
-        policy.bind(self.batch.decodes, setup.profile)
+        policy.bind(self.batch.decodes, self.latency)
         self.total_blocks = setup.kv_blocks_total
         self.used_blocks = 0
         self.pinned_blocks = 0

@@ -203,7 +203,7 @@ class SimEngine(MovingRequests):
             self.policy.note_batch(now, has_prefills=prefills.num_tokens > 0)
             if num_decodes and self._switching:
                 self._end_phase_switch(now)
-        if self.policy.records_iterations:
+        if self.policy.records_iterations or self.setup.learns_latency:
             self._shape = IterationShape(
                 prefill_tokens=prefills.num_tokens,
                 attention_work=work2 * 0.5,
@@ -311,12 +311,19 @@ class SimEngine(MovingRequests):
             completing, self.prefills.completing = self.prefills.completing, []
             for request in completing:
                 self._complete(request, now)
-        if self.policy.records_iterations:
-            self.policy.record_iteration(self._shape, self.duration_s)
+        if self.policy.records_iterations or self.setup.learns_latency:
+            self._note_measured()
         if self.schedules_ahead:
             self.ending = list(self.finished)
         # Handed-off requests may share blocks of a common prefix, which are then pinned twice.
         self.batch.decodes.kv_blocks_held = max(0, self.used_blocks - self.pinned_blocks)
+
+    def _note_measured(self) -> None:
+        """Tell the policy and the latency model how long the iteration has taken."""
+        if self.policy.records_iterations:
+            self.policy.record_iteration(self._shape, self.duration_s)
+        if self.setup.learns_latency:
+            self.latency.observe(self._shape, self.duration_s)
 
     def _count_gaps(self, now: float) -> None:
         """Count the gaps that end with the iteration; decodes that were left out go on with theirs."""

@@ -107,8 +107,16 @@ def _handle_load(state: RouterState, engine: ConnectedEngine, load: engine_pb2.L
 
 
 def _remaining_s(table: EngineTable, engine: ConnectedEngine, load: engine_pb2.LoadReport) -> float:
-    """Expected rest of the iteration under way: as long as the last one, less its age."""
-    if not (load.running_decodes or load.queued_prefill_tokens) or not load.HasField("iteration"):
+    """Expected rest of the iteration under way; where an engine does not say what it is, it is like the last one.
+
+    A prefill under way counts nowhere else: its tokens are no more queued.
+    """
+    if load.HasField("under_way"):
+        iteration, is_running = load.under_way, load.under_way.prefill_tokens + load.under_way.num_decodes > 0
+    else:
+        iteration, is_running = load.iteration, load.running_decodes + load.queued_prefill_tokens > 0
+        is_running = is_running and load.HasField("iteration")
+    if not is_running:
         return 0.0
-    estimate_s = table[engine.engine_id].latency.estimate_shape_s(wire_conversion.shape_from(load.iteration))
+    estimate_s = table[engine.engine_id].latency.estimate_shape_s(wire_conversion.shape_from(iteration))
     return max(0.0, estimate_s - load.iteration_age_s)
