@@ -2,7 +2,7 @@
 
     PYTHONPATH=build/compiled:. .venv/bin/python -m benchmarks.autoscaling.run [--workload day|step|mooncake]
         [--strategy sluice|taichi] [--start-s 30 120 600] [--policy scaler oracle static hpa] [--factors 0.95 1.0]
-        [--hours 24] [--gives-up] [--json FILE]
+        [--hours 24] [--day-seed 7] [--gives-up] [--json FILE]
 
 Engines are Qwen2.5-32B on an A100, TTFT 2 s, TPOT 100 ms, wanted of 90 %; goodputs by size are searched first.
 ``oracle`` knows each minute's rate, has the same start time, and takes the least of ``--factors`` on rates at which its
@@ -129,7 +129,7 @@ def load_engine(workload: str) -> tuple[list[TraceRow], EngineSetup, Slo]:
     return fitting, template, slo
 
 
-def make_scenario(workload: str, strategy: str, hours: float) -> Scenario:
+def make_scenario(workload: str, strategy: str, hours: float, day_seed: int) -> Scenario:
     """Makes a scenario: ``day``, ``step`` or ``mooncake``."""
     rows, template, slo = load_engine(workload)
     sliders = make_sliders(strategy)
@@ -141,7 +141,7 @@ def make_scenario(workload: str, strategy: str, hours: float) -> Scenario:
     elif workload == "mooncake":
         arrivals = scale_trace(rows, slo, None, DAY_S)
     else:
-        arrivals = DAY.make_arrivals(rows, slo, hours)
+        arrivals = replace(DAY, seed=day_seed).make_arrivals(rows, slo, hours)
     return Scenario(rows=rows, arrivals=arrivals, slo=slo, template=template, sliders=sliders, capacity=capacity)
 
 
@@ -232,11 +232,12 @@ def main() -> None:
     parser.add_argument("--policy", nargs="+", default=["oracle", "scaler", "hpa", "static"])
     parser.add_argument("--factors", type=float, nargs="+", default=ORACLE_FACTORS)
     parser.add_argument("--hours", type=float, default=24.0)
+    parser.add_argument("--day-seed", type=int, default=DAY.seed, help="of arrivals and lengths")
     parser.add_argument("--gives-up", action="store_true", help="end a run at its first window below 80 %%")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     gc.set_threshold(GC_THRESHOLD)
-    scenario = make_scenario(arguments.workload, arguments.strategy, arguments.hours)
+    scenario = make_scenario(arguments.workload, arguments.strategy, arguments.hours, arguments.day_seed)
     scenario = replace(scenario, gives_up=arguments.gives_up)
     goodputs = ", ".join(f"{size}: {rps:.2f}/s" for size, rps in scenario.capacity.points)
     sys.stdout.write(f"{len(scenario.arrivals)} requests, digest {digest(scenario.arrivals)}; goodput of {goodputs}\n")
