@@ -287,7 +287,8 @@ def is_idle(status: dict[str, Any]) -> bool:
         bool(status["is_ready"])
         and all(router["num_requests"] == 0 for router in status["routers"])
         and all(
-            engine["kv_blocks_free"] == engine["kv_blocks_total"] > 0
+            engine["kv_blocks_total"] is not None  # it has reported
+            and engine["kv_blocks_free"] == engine["kv_blocks_total"]
             and engine["kv_blocks_granted"] == engine["kv_blocks_pinned"] == engine["kv_blocks_used"] == 0
             and engine["running_decodes"] == engine["waiting_requests"] == 0
             for engine in status["engines"]

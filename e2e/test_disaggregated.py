@@ -74,7 +74,7 @@ async def test_clients_do_not_notice_that_the_decode_engine_dies_while_prefills_
     (decode_engine,) = (engine["engine_id"] for engine in status["engines"] if engine["role"] == "D-heavy")
 
     def is_waiting(status: dict[str, Any]) -> bool:
-        return any(engine["kv_blocks_pinned"] > NUM_BLOCKS // 3 for engine in status["engines"])
+        return any((engine["kv_blocks_pinned"] or 0) > NUM_BLOCKS // 3 for engine in status["engines"])
 
     async with disaggregated.client() as client:
         pairs = zip(asked, results, strict=True)

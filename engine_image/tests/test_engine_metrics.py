@@ -103,6 +103,7 @@ def test_every_number_of_the_load_and_the_counters_has_a_metric():
         "is_draining",
         "generation",
         "queued_attention_work",
+        "under_way",
         "late_attention_work",
     }
 
