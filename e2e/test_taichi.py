@@ -318,17 +318,20 @@ def check_pace(name: str, events: list[Event]) -> None:
         before = event
 
 
+def list_degrades(events: list[Event]) -> list[float]:
+    """List when a request was proposed to degrade; where nothing is granted, the next longest is proposed."""
+    return [event["at_s"] for event in events if event["event"] == "proposed" and event["cause"] == "degrade"]
+
+
 def count_degrades(events: list[Event]) -> int:
-    """Count how often a request was proposed to degrade; where nothing is granted, the next longest is proposed."""
-    return sum(event["event"] == "proposed" and event["cause"] == "degrade" for event in events)
+    """Count how often a request was proposed to degrade."""
+    return len(list_degrades(events))
 
 
 def had_ended_before(first: list[Event], second: list[Event]) -> bool:
     """Whether a request had ended when another was first proposed to degrade: then it was the longest no more."""
     (ended_s,) = (event["at_s"] for event in first if event["event"] == "finished")
-    return ended_s <= min(
-        event["at_s"] for event in second if event["event"] == "proposed" and event["cause"] == "degrade"
-    )
+    return ended_s <= min(list_degrades(second))
 
 
 async def test_the_longest_output_leaves_a_d_heavy_engine_above_the_watermark(flowing: Cluster, texts: Texts) -> None:

@@ -6,6 +6,7 @@ import bisect
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from benchmarks.autoscaling.policies import FleetView
@@ -93,6 +94,7 @@ class Fleet:
         self._num_named = 0
         self._gives_up = gives_up
         self._settled_s = 0.0
+        self.judged_s = math.inf  # requests count that came before; the last ones of a run that gave up have not ended
         self.peak_engines = 0
         self.engine_s = 0.0
 
@@ -110,6 +112,7 @@ class Fleet:
         if self._gives_up and now >= self._settled_s + WINDOW_S + SETTLED_S:
             self._settled_s += WINDOW_S
             if not self._has_held(simulation):
+                self.judged_s = self._settled_s
                 raise BrokenPromiseError
         engines = {engine.engine_id: engine for engine in simulation.list_engines()}
         for gone in [name for name in self._leaving if name not in engines]:
@@ -229,10 +232,10 @@ def list_windows(simulation: Simulation, begin_s: float, end_s: float) -> list[t
         begin_s: When the first window begins.
         end_s: When the last one ends.
     """
-    arrivals_s = [request.arrival_s for request in simulation.requests]
-    low, high = bisect.bisect_left(arrivals_s, begin_s), bisect.bisect_left(arrivals_s, end_s)
+    requests, arrival_s = simulation.requests, attrgetter("arrival_s")
+    low = bisect.bisect_left(requests, begin_s, key=arrival_s)
     windows: dict[int, list[int]] = {}
-    for request in simulation.requests[low:high]:
+    for request in requests[low : bisect.bisect_left(requests, end_s, key=arrival_s)]:
         counts = windows.setdefault(int(request.arrival_s / WINDOW_S), [0, 0])
         counts[0] += 1
         counts[1] += request.has_met_slo
@@ -241,9 +244,7 @@ def list_windows(simulation: Simulation, begin_s: float, end_s: float) -> list[t
 
 def compute_figures(simulation: Simulation, fleet: Fleet) -> FleetFigures:
     """Computes what a run came to."""
-    # Of a run that gave up, the last requests have not ended.
-    has_ended = simulation.num_arrived == len(simulation.requests)
-    windows = list_windows(simulation, 0.0, math.inf if has_ended else simulation.now - SETTLED_S)
+    windows = list_windows(simulation, 0.0, fleet.judged_s)
     shares = [met / num for num, met in windows if num >= MIN_WINDOW_REQUESTS]
     return FleetFigures(
         attainment=sum(met for _, met in windows) / sum(num for num, _ in windows),

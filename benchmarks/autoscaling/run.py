@@ -40,6 +40,7 @@ from sluice_core.sim.sim_setup import (
     SimOptions,
 )
 from sluice_core.sim.workload import PoissonWorkload, scale_trace
+from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 from sluice_core.strategies import STRATEGIES, get_strategy
 from sluice_operator.api.sliders import Sliders, scale_sliders
 
@@ -169,7 +170,7 @@ def run_oracle(scenario: Scenario, start_s: float, factors: Sequence[float]) -> 
             rates, ORACLE_BIN_S, scenario.capacity, start_s, most=MOST_ENGINES, factor=factor
         )
         figures = scenario.run(SchedulePolicy(schedule=schedule), start_s, schedule[0][1])
-        if figures.attainment >= 0.9 and figures.worst_window >= LEAST_SHARE:
+        if figures.attainment >= DEFAULT_ATTAINMENT and figures.worst_window >= LEAST_SHARE:
             break
     return figures, factor
 
@@ -188,7 +189,7 @@ def find_static(scenario: Scenario) -> tuple[FleetFigures, int]:
     number = scenario.capacity.count_engines(max(counts) / WINDOW_S, 1, MOST_ENGINES)
     while True:
         figures = busy.run(SchedulePolicy(schedule=[(0.0, number)]), 0.0, number)
-        if figures.worst_window >= 0.9 or number == MOST_ENGINES:
+        if figures.worst_window >= DEFAULT_ATTAINMENT or number == MOST_ENGINES:
             return figures, number
         number += 1
 

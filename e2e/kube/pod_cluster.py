@@ -22,6 +22,7 @@ from cluster import Client as StreamClient
 from conftest import make_volume
 from kubectl_cluster import KubectlCluster, make_manifest
 from testbed.errors import TestbedError
+from testbed.fake_nodes import says_ready
 from testbed.settings import ROOT
 
 from sluice.v1 import control_pb2, control_pb2_grpc, router_pb2_grpc
@@ -249,8 +250,7 @@ class PodCluster(KubectlCluster):
         wanted = spec["replicas"] if component == "engine" else spec["router"]["replicas"]
 
         def is_ready(pod: dict[str, Any]) -> bool:
-            conditions = {item["type"]: item["status"] for item in pod["status"].get("conditions", ())}
-            return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
+            return says_ready(pod) and "deletionTimestamp" not in pod["metadata"]
 
         def are_ready() -> bool:
             pods = self.find_pods(component).values()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import harness_faults
+from testbed.fake_nodes import says_ready
 
 from sluice.v1 import control_pb2, control_pb2_grpc, plan_pb2
 from sluice_operator.api.ports import CONTROL_PORT
@@ -111,13 +112,8 @@ class StandInRouters(control_pb2_grpc.ControlServicer):
         # A request that fails says nothing of engines, and the API server may end before this server.
         with suppress(OSError, KeyError):
             pods = self._client.request("GET", f"/api/v1/pods?{query}").content["items"]
-            self._ready = sorted(pod["metadata"]["uid"] for pod in pods if is_ready(pod))
+            self._ready = sorted(pod["metadata"]["uid"] for pod in pods if says_ready(pod))
         return self._ready
-
-
-def is_ready(pod: dict[str, Any]) -> bool:
-    """Whether a pod is Ready."""
-    return any(item["type"] == "Ready" and item["status"] == "True" for item in pod["status"].get("conditions", ()))
 
 
 @contextmanager

@@ -212,6 +212,8 @@ def test_watches_that_go_silent_are_noticed(cluster: LightCluster, proxy: FaultP
         # Something else, such as a router's status, caused a reconcile, which read the edit too.
         assert proxy.end_watches() > 5
         edit_until(cluster, replica, 2)
+    else:
+        pytest.fail(f"each of {NUM_TRIES} times something else caused a reconcile")
     assert cluster.roles.count("p-heavy") == 2
     wait_for(lambda: cluster.roles.count("p-heavy") == 3, "the edit to be noticed", INACTIVITY_S + PATIENCE_S)
     cluster.wait("Progressing", "Settled")

@@ -21,7 +21,6 @@ from sluice_core.planning.slider_candidates import (
 from sluice_core.planning.trials import PlanningProblem
 from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 from sluice_core.strategies import STRATEGIES, get_strategy
-from sluice_operator.api.field_types import percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -231,7 +230,7 @@ def _make_goal(
         low = high = present or 1
     target = flags.target
     if target is None:
-        target = percent(manifest.spec.slo.attainment) / 100 if manifest else DEFAULT_ATTAINMENT
+        target = manifest.spec.slo.attainment_share if manifest else DEFAULT_ATTAINMENT
     return Goal(
         target=target,
         rate_rps=flags.rate_rps,

@@ -70,7 +70,7 @@ class DemandForecast:
     @property
     def minute_rps(self) -> float:
         """Arrivals per second now: the mean of ``MINUTE_S``."""
-        return _mean(self.counts[-int(MINUTE_S / BIN_S) :]) / BIN_S
+        return self._compute_rps(MINUTE_S)
 
     @property
     def forecast_rps(self) -> float:
@@ -101,13 +101,17 @@ class DemandForecast:
         That is the mean of the last five minutes; or more than that of the last minute or bin, where it has jumped:
         where it had more than was planned for, beyond what comes by chance.
         """
-        planned = max(self.forecast_rps * self.headroom, _mean(self.counts[-int(_WINDOW_S / BIN_S) :]) / BIN_S)
-        jumped = max(self.minute_rps, _mean(self.counts[-1:]) / BIN_S)
+        planned = max(self.forecast_rps * self.headroom, self._compute_rps(_WINDOW_S))
+        jumped = max(self.minute_rps, self._compute_rps(BIN_S))
         if _is_beyond_chance(jumped * BIN_S, planned * BIN_S) and jumped > _STEEP * planned:
             return jumped * FIRST_HEADROOM
         if _is_beyond_chance(self.minute_rps * MINUTE_S, planned * MINUTE_S):
             return self.minute_rps * FIRST_HEADROOM
         return planned
+
+    def _compute_rps(self, span_s: float) -> float:
+        """Compute the mean arrivals per second of the newest bins."""
+        return _mean(self.counts[-int(span_s / BIN_S) :]) / BIN_S
 
 
 def _close_bin(demand: DemandForecast, count: float) -> DemandForecast:

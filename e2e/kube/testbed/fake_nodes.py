@@ -65,5 +65,10 @@ def make_node(name: str) -> dict[str, Any]:
 def is_ready(client: Client, node: str) -> bool:
     """Whether a node is Ready."""
     answer = client.request("GET", f"/api/v1/nodes/{node}")
-    conditions = answer.content["status"].get("conditions", ()) if answer.is_ok else ()
+    return answer.is_ok and says_ready(answer.content)
+
+
+def says_ready(content: dict[str, Any]) -> bool:
+    """Whether the conditions of a node or a pod say that it is Ready."""
+    conditions = content["status"].get("conditions", ())
     return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)

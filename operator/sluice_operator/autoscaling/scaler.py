@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice_operator.api.condition_types import Reason
-from sluice_operator.api.field_types import percent
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autoscaling import decision
 from sluice_operator.autoscaling.arrivals import ArrivalCounter
@@ -229,7 +228,7 @@ class Scaler:
             capacity=scale.capacity.curve if scale.capacity else None,
             start_s=scale.start_s,
             ttft_slo_s=inputs.cluster.spec.slo.ttft_milliseconds / 1e3,
-            attainment=percent(inputs.cluster.spec.slo.attainment) / 100,
+            attainment=inputs.cluster.spec.slo.attainment_share,
             min_replicas=scaling.min_replicas,
             max_replicas=scaling.max_replicas,
             up_window_s=float(scaling.scale_up.stabilization_window_seconds),

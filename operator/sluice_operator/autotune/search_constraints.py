@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from sluice_core.strategies import PARAMETERS, get_strategy
 from sluice_core.strategy_parameters import read_parameters
-from sluice_operator.api.field_types import percent
 from sluice_operator.api.sliders import AUTO, resolve_sliders, write_parameters
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def make_constraints(spec: ServingClusterSpec) -> SearchConstraints:
         replicas=spec.replicas,
         strategy=spec.strategy.lower(),
         classes=_read_objectives(spec),
-        target=percent(spec.slo.attainment) / 100,
+        target=spec.slo.attainment_share,
         parameters=write_parameters(spec, PARAMETERS),
         max_batch_tokens=most,
         link="infiniband" if spec.network.mode == "RDMA" else "tcp",

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
-from sluice_operator.api.field_types import Label, ManifestModel, Percentage
+from sluice_operator.api.field_types import Label, ManifestModel, Percentage, percent
 
 
 class SloClassSpec(ManifestModel):
@@ -35,3 +35,8 @@ class SloSpec(ManifestModel):
     """Share of requests that should meet both objectives, such as 90%."""
     classes: Annotated[tuple[SloClassSpec, ...], Field(max_length=16)] = ()
     """Named objectives besides the default ones."""
+
+    @property
+    def attainment_share(self) -> float:
+        """``attainment`` as a number."""
+        return percent(self.attainment) / 100
