@@ -71,6 +71,7 @@ class ScalerPolicy:
             num_arrived=view.num_arrived,
             num_waiting=view.num_waiting,
             num_inside=view.num_inside,
+            num_serving=view.num_serving,
             replicas=view.replicas,
             capacity=self.capacity,
             start_s=self.start_s,

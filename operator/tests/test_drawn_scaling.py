@@ -124,6 +124,7 @@ class Day:
         spec = {
             "replicas": self.replicas,
             "chunkSizes": self.chunks,
+            "strategy": "TaiChi",
             "slo": {"ttftMilliseconds": 4000, "tpotMilliseconds": 70},
             "model": {"name": "m", "source": {"persistentVolumeClaim": {"claimName": "models"}}},
             "prefillHeavy": "50%",

@@ -18,6 +18,7 @@ OBSERVATION = ScalerObservation(
     num_arrived=0.0,
     num_waiting=0,
     num_inside=0,
+    num_serving=4,
     replicas=4,
     capacity=CURVE,
     start_s=60.0,
@@ -32,7 +33,7 @@ STEP_S = 5.0
 
 
 class Watched:
-    """A scaler whose decisions are carried out at once; requests arrive evenly."""
+    """A scaler whose decisions are carried out at once, unless it is said how many serve; requests arrive evenly."""
 
     def __init__(self, **fields) -> None:
         self.observation = replace(OBSERVATION, **fields)
@@ -45,7 +46,8 @@ class Watched:
             now, arrived = self.observation.now + STEP_S, self.observation.num_arrived + rate_rps * STEP_S
             self.observation = replace(self.observation, now=now, num_arrived=arrived, **fields)
             self.state = decide(self.state, self.observation)
-            self.observation = replace(self.observation, replicas=self.state.replicas)
+            serving = fields.get("num_serving", self.state.replicas)
+            self.observation = replace(self.observation, replicas=self.state.replicas, num_serving=serving)
             sizes.append(self.state.replicas)
         return sizes
 
@@ -137,6 +139,27 @@ def test_what_waits_to_be_placed_or_may_come_late_asks_for_no_engine(ttft_slo_s,
     scaler.watch(6.0, 600.0)
     assert scaler.watch(6.0, STEP_S, num_waiting=usual + 20, num_inside=200)[-1] == 4
     assert scaler.watch(6.0, STEP_S, num_waiting=usual + 30, num_inside=200)[-1] == 5
+
+
+def test_what_waits_asks_for_no_more_than_engines_that_start_will_serve():
+    """Four engines of 2 requests/s meet 13 requests/s: what they leave waits until those asked for at once serve."""
+    scaler = Watched()
+    scaler.watch(6.0, 600.0)
+    scaler.watch(13.0, 120.0, num_serving=4)
+    planned = scaler.state.replicas
+    assert planned in (7, 8)
+    assert scaler.watch(13.0, STEP_S, num_serving=4, num_waiting=250, num_inside=350)[-1] == planned
+    # What those that serve now and those that start cannot do asks for more: 550 in 30 s need nine beside the four.
+    assert scaler.watch(13.0, STEP_S, num_serving=4, num_waiting=600, num_inside=700)[-1] == 10
+
+
+def test_what_waits_for_the_first_engine_counts_in_full():
+    """Routers hold it until an engine serves, however long that takes."""
+    scaler = Watched(replicas=0, num_serving=0, min_replicas=0)
+    scaler.observation = replace(scaler.observation, num_arrived=1.0)
+    scaler.watch(1.0, 120.0, num_serving=0, num_waiting=1, num_inside=1)
+    without = scaler.state.replicas
+    assert scaler.watch(1.0, STEP_S, num_serving=0, num_waiting=120, num_inside=120)[-1] > without
 
 
 def test_a_router_that_is_gone_takes_no_requests_back():
@@ -238,10 +261,19 @@ class PlainScaler:
             return bounded(max(seen.replicas, 1))
         usual_s = seen.ttft_slo_s / 2.0 + 30.0 * (1.0 - seen.attainment)
         late = seen.num_waiting - state.demand.minute_rps * usual_s
-        rate_rps = state.demand.planned_rps + max(late, 0.0) / 30.0
-        sizes = range(1, max(seen.max_replicas, 1))
-        enough = [number for number in sizes if seen.capacity.estimate_goodput_rps(number) >= rate_rps]
-        return bounded(1 if rate_rps <= 0.0 else enough[0] if enough else seen.max_replicas)
+        planned_rps, late_rps = state.demand.planned_rps, max(late, 0.0) / 30.0
+        serves = seen.capacity.estimate_goodput_rps
+        sizes = [
+            number
+            for number in range(1, max(seen.max_replicas, 1))
+            if serves(number) >= planned_rps + late_rps
+            or (
+                number > seen.num_serving > 0
+                and serves(number) >= planned_rps
+                and serves(number - seen.num_serving) >= late_rps
+            )
+        ]
+        return bounded(1 if planned_rps + late_rps <= 0.0 else sizes[0] if sizes else seen.max_replicas)
 
 
 def down_window_s(seen: ScalerObservation) -> float:
@@ -297,6 +329,8 @@ def test_the_scaler_decides_as_a_plain_reading_has_it(seed: int) -> None:
         assert state.num_arrived == seen.num_arrived
         if rng.random() < 0.9:
             seen = replace(seen, replicas=state.replicas)
+        if rng.random() < 0.2:
+            seen = replace(seen, num_serving=rng.randrange(seen.replicas + 1))
     # What is remembered does not grow with the calls.
     assert len(state.recommendations) <= 2 * max(seen.up_window_s, down_window_s(seen)) / 5.0 + 40
 

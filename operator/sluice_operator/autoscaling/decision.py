@@ -35,6 +35,7 @@ class ScalerObservation:
         num_arrived: Requests that have arrived so far; only grows while routers live.
         num_waiting: Requests that wait at the routers for an engine.
         num_inside: Requests in the routers, waiting ones included.
+        num_serving: Engines that take requests now.
         replicas: Engines that there are to be now.
         capacity: Goodput by engines; None: no search has found one.
         start_s: How long an engine takes from being asked for until it serves.
@@ -52,6 +53,7 @@ class ScalerObservation:
     num_arrived: float
     num_waiting: int
     num_inside: int
+    num_serving: int
     replicas: int
     capacity: CapacityCurve | None
     start_s: float
@@ -122,10 +124,14 @@ def is_idle(state: ScalerState, observation: ScalerObservation) -> bool:
 
 def compute_rate_rps(state: ScalerState, observation: ScalerObservation) -> float:
     """Computes the rate that engines are wanted for: what is expected, with headroom, and what waits for engines."""
+    return state.demand.planned_rps + _compute_backlog_rps(state, observation)
+
+
+def _compute_backlog_rps(state: ScalerState, observation: ScalerObservation) -> float:
     # Those that may come late wait until the router refuses them, where others go first.
     usual_s = USUAL_WAIT_SHARE * observation.ttft_slo_s + (1.0 - observation.attainment) * ROUTER_WAIT_LIMIT_S
     num_lacking = observation.num_waiting - state.demand.minute_rps * usual_s
-    return state.demand.planned_rps + max(0.0, num_lacking) / BACKLOG_S
+    return max(0.0, num_lacking) / BACKLOG_S
 
 
 def count_wanted(state: ScalerState, observation: ScalerObservation) -> int:
@@ -140,8 +146,14 @@ def count_wanted(state: ScalerState, observation: ScalerObservation) -> int:
     if observation.capacity is None:
         # What waits needs an engine, how much it may do.
         return _clamp(max(observation.replicas, 1), observation)
-    rate_rps = compute_rate_rps(state, observation)
-    return _clamp(observation.capacity.count_engines(rate_rps, 1, max(observation.max_replicas, 1)), observation)
+    most, count_engines = max(observation.max_replicas, 1), observation.capacity.count_engines
+    wanted = count_engines(compute_rate_rps(state, observation), 1, most)
+    if observation.num_serving:
+        # Engines that start already will serve it: what waits asks for more beside those that serve.
+        planned = count_engines(state.demand.planned_rps, 1, most)
+        for_backlog = count_engines(_compute_backlog_rps(state, observation), 1, most)
+        wanted = min(wanted, max(planned, observation.num_serving + for_backlog))
+    return _clamp(wanted, observation)
 
 
 def _stabilize(state: ScalerState, observation: ScalerObservation, wanted: int) -> int:

@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from sluice.v1 import control_pb2
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.autoscaling import decision
@@ -27,7 +28,6 @@ from sluice_operator.autotune.workload import MIN_REQUESTS, read_workload
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sluice.v1 import control_pb2
     from sluice_operator.api.serving_cluster import ServingCluster, ServingClusterSpec
     from sluice_operator.api.sliders import Sliders
     from sluice_operator.autoscaling.capacity_messages import CapacityRequest, CapacityResult
@@ -224,6 +224,7 @@ class Scaler:
             num_arrived=float(self._arrivals.total),
             num_waiting=sum(status.num_waiting for status in inputs.statuses),
             num_inside=sum(status.num_requests for status in inputs.statuses),
+            num_serving=count_serving(inputs.statuses),
             replicas=scale.replicas,
             capacity=scale.capacity.curve if scale.capacity else None,
             start_s=scale.start_s,
@@ -287,6 +288,12 @@ class Scaler:
 def is_older(status: control_pb2.GetStatusResponse) -> bool:
     """Whether a router is of a release that does not count what arrives: it would look idle."""
     return not status.num_arrived and any(counters.num_finished for counters in status.classes)
+
+
+def count_serving(statuses: Sequence[control_pb2.GetStatusResponse]) -> int:
+    """Counts the engines that take requests of some router."""
+    ready = control_pb2.ENGINE_STATE_READY
+    return len({engine.engine_id for status in statuses for engine in status.engines if engine.state == ready})
 
 
 def count_least_serving(spec: ServingClusterSpec) -> int:
