@@ -404,11 +404,13 @@ class NaiveEngine:
         phases = {} if phase is None else {"prefill_phase_s": phase[0], "saved_tpot_s": phase[1]}
         self.offer(self.find_known(waiting))
         late = LatePrefills() if self.selector is None else self.selector.count_late(now)
+        due = [] if self.selector is None else self.selector.list_due()
         return EngineLoad(
             **phases,
             late_requests=late.requests,
             late_prefill_tokens=late.tokens,
             late_attention_work=late.attention_work,
+            due=due,
             last_submit_number=self.submits,
             queued_prefill_tokens=sum(r.to_compute - r.computed for r in waiting),
             queued_requests=len(waiting),

@@ -248,7 +248,7 @@ def test_of_prompts_with_one_deadline_the_first_to_come_goes_first():
 def test_what_has_left_is_late_no_more_whenever_it_would_have_been():
     slacks = SlackOrder(PrefillPredictor(LINE), PrefillOrder.D_EDF)
     gone, stays = (
-        QueuedPrefill(RequestId(name), number=number, deadline_s=1.0, urgency_s=1.0, tokens=100)
+        QueuedPrefill(RequestId(name), number=number, deadline_s=1.0, urgency_s=1.0, allowed_s=1.0, tokens=100)
         for number, name in enumerate(("gone", "stays"))
     )
     slacks.update(0.0, 512, 0)

@@ -105,7 +105,9 @@ def test_orders_differ_in_who_counts_as_late(order, served):
     slacks = SlackOrder(PrefillPredictor(A100_14B), order)
     deadlines_s = {"passed": 0.9, "hopeless": 1.0 + predict_s(400) / 2, "timely": 9.0}
     for number, (name, at_s) in enumerate(deadlines_s.items()):
-        slacks.add(QueuedPrefill(RequestId(name), number=number, deadline_s=at_s, urgency_s=at_s, tokens=400))
+        slacks.add(
+            QueuedPrefill(RequestId(name), number=number, deadline_s=at_s, urgency_s=at_s, allowed_s=1.0, tokens=400)
+        )
     slacks.update(1.0, CHUNK, 0)
     assert [prefill.request_id for prefill in slacks] == served
 
@@ -213,7 +215,12 @@ def test_the_order_is_that_of_a_plain_sort_whatever_happens(prompts, steps, late
     queued = []
     for number, (slo_s, tokens, priority) in enumerate(prompts):
         prefill = QueuedPrefill(
-            RequestId(str(number)), number=number, deadline_s=slo_s, urgency_s=slo_s - priority, tokens=tokens
+            RequestId(str(number)),
+            number=number,
+            deadline_s=slo_s,
+            urgency_s=slo_s - priority,
+            allowed_s=slo_s - priority,
+            tokens=tokens,
         )
         order.add(prefill)
         queued.append(prefill)

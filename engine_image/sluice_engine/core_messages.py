@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from sluice_core.scheduling.engine_policy import DuePrefills  # noqa: TC001 - msgspec looks it up
 from sluice_core.strategies import DEFAULT_STRATEGY
 from sluice_core.strategies.interface import Need
 
@@ -241,6 +242,7 @@ class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
             SLO in any case.
         late_requests: Requests with such tokens.
         late_attention_work: Their attention work.
+        due: The others by when they are due, in seconds from now; empty where they are computed in another order.
         running_decodes: Decodes that run.
         decode_context_tokens: Sum of their contexts.
         pulling_requests: Requests that wait for KV from another engine.
@@ -270,6 +272,7 @@ class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     late_prefill_tokens: int = 0
     late_requests: int = 0
     late_attention_work: float = 0.0
+    due: list[DuePrefills] = []
     running_decodes: int = 0
     decode_context_tokens: int = 0
     pulling_requests: int = 0

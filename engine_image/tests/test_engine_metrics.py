@@ -105,6 +105,7 @@ def test_every_number_of_the_load_and_the_counters_has_a_metric():
         "queued_attention_work",
         "under_way",
         "late_attention_work",
+        "due",
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import plan_pb2, sampling_pb2
 from sluice.wire_fields import constraint_names
 from sluice_core.records import MoveCause, Role
+from sluice_core.scheduling.engine_policy import DuePrefills
 from sluice_engine import core_encoding, core_messages
 from sluice_engine.errors import SubmitRefusedError
 from sluice_engine.server import wire_conversion
@@ -38,12 +40,19 @@ def test_every_enum_value_but_the_unspecified_has_a_name():
 
 def test_every_number_of_a_load_is_reported():
     # Suspended prefills and switches of phases are metrics of the engine alone.
-    others = {"generation", "is_draining", "num_suspended_prefills", "num_phase_switches", "under_way"}
+    others = {"generation", "is_draining", "num_suspended_prefills", "num_phase_switches", "under_way", "due"}
     fields = [name for name in core_messages.SchedulerLoad.__struct_fields__ if name not in others]
     load = core_messages.SchedulerLoad(is_draining=True, **{name: number for number, name in enumerate(fields, 1)})
     report = wire_conversion.load_report(load)
     assert {name: getattr(report, name) for name in fields} == {name: getattr(load, name) for name in fields}
     assert report.is_draining
+
+
+def test_prompts_are_reported_by_when_they_are_due():
+    due = [DuePrefills(2.5, 4.0, 3, 70, 900.0), DuePrefills(math.inf, math.inf, 1, 9, 40.5)]
+    reported = wire_conversion.load_report(core_messages.SchedulerLoad(due=due)).due
+    names = DuePrefills._fields
+    assert [tuple(getattr(item, name) for name in names) for item in reported] == [tuple(item) for item in due]
 
 
 def test_what_is_under_way_is_reported_and_so_is_that_nothing_is():

@@ -228,7 +228,7 @@ def test_the_load_says_what_waits_runs_and_has_moved() -> None:
     assert load.decode_context_tokens == 0
 
 
-def test_the_load_says_which_prompts_go_behind_all_others() -> None:
+def test_the_load_says_which_prompts_go_behind_all_others_and_when_the_others_are_due() -> None:
     tracker = RequestTracker(get_strategy("sluice").make_engine(StrategyParameters()))
     tracker.adopt(tracker.policy, load_model_on_gpu("qwen2.5-14b", "a100-80g", 1).profile)
     for name, ttft_slo_s in (("late", 1.0), ("timely", 9.0)):
@@ -244,7 +244,7 @@ def test_the_load_says_which_prompts_go_behind_all_others() -> None:
     none: Any = SimpleNamespace(bytes_per_s=0.0, num_moved_in=0, num_recomputed=0, num_moved_out=0)
     plan = ConfigureCommand(generation=9, role="P-heavy", chunk_size_tokens=256, is_draining=False)
 
-    def measure(now_s: float) -> tuple[int, int, int, float]:
+    def measure(now_s: float) -> tuple[object, ...]:
         load = measure_load(
             plan,
             tracker,
@@ -255,10 +255,11 @@ def test_the_load_says_which_prompts_go_behind_all_others() -> None:
             num_suspended=0,
             now_s=now_s,
         )
-        return load.queued_prefill_tokens, load.late_prefill_tokens, load.late_requests, load.late_attention_work
+        late = load.late_prefill_tokens, load.late_requests, load.late_attention_work
+        return load.queued_prefill_tokens, late, [(item.due_s, item.allowed_s, item.tokens) for item in load.due]
 
-    assert measure(NOW_S) == (200, 0, 0, 0.0)
-    assert measure(NOW_S + 2.0) == (200, 100, 1, 5000.0)
+    assert measure(NOW_S) == (200, (0, 0, 0.0), [(1.0, 1.0, 100), (9.0, 9.0, 100)])
+    assert measure(NOW_S + 2.0) == (200, (100, 1, 5000.0), [(7.0, 9.0, 100)])
 
 
 def test_kv_counts_grants_apart_and_shared_pinned_blocks_once() -> None:

@@ -11,6 +11,7 @@ from fake_engine import make_plan
 
 from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId, EnginePlan, MoveCause, Role, Slo, SloClass
+from sluice_core.scheduling.engine_policy import DuePrefills
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.strategies import STRATEGIES
 from sluice_core.strategy_parameters import EarlyRejection
@@ -65,13 +66,24 @@ def test_every_cause_of_the_core_has_a_value():
 
 def test_load_report_is_read_field_by_field():
     report = engine_pb2.LoadReport(is_of_others=True)
-    names = [field.name for field in dataclasses.fields(EngineLoad) if field.name != "iteration_remaining_s"]
+    others = {"iteration_remaining_s", "due"}
+    names = [field.name for field in dataclasses.fields(EngineLoad) if field.name not in others]
     for number, name in enumerate(names, start=1):
         if name != "is_of_others":
             setattr(report, name, number)
-    load = wire_conversion.load_from(report, 0.5)
+    load = wire_conversion.load_from(report, 7.0, 0.5)
     assert {name: getattr(load, name) for name in names} == {name: getattr(report, name) for name in names}
     assert load.iteration_remaining_s == 0.5
+    assert load.due == []
+
+
+def test_prompts_are_due_on_the_clock_of_the_router():
+    due = [
+        engine_pb2.DuePrefills(due_s=2.5, allowed_s=4.0, requests=3, tokens=70, attention_work=900.0),
+        engine_pb2.DuePrefills(due_s=math.inf, allowed_s=math.inf, requests=1, tokens=9, attention_work=40.5),
+    ]
+    load = wire_conversion.load_from(engine_pb2.LoadReport(due=due), 7.0, 0.0)
+    assert load.due == [DuePrefills(9.5, 4.0, 3, 70, 900.0), DuePrefills(math.inf, math.inf, 1, 9, 40.5)]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +95,7 @@ def test_load_report_is_read_field_by_field():
     ],
 )
 def test_times_of_a_load_report_count_from_when_it_is_read(fields, prefill_phase_s, saved_tpot_s):
-    load = wire_conversion.load_from(engine_pb2.LoadReport(iteration_age_s=0.25, **fields), 0.0)
+    load = wire_conversion.load_from(engine_pb2.LoadReport(iteration_age_s=0.25, **fields), 7.0, 0.0)
     assert (load.prefill_phase_s, load.saved_tpot_s) == (prefill_phase_s, saved_tpot_s)
 
 

@@ -185,6 +185,24 @@ class LatePrefills(NamedTuple):
 NONE_LATE: Final = LatePrefills()
 
 
+class DuePrefills(NamedTuple):
+    """Prompts that an engine computes by deadline: a new one of a shorter objective that is due sooner passes them.
+
+    Args:
+        due_s: They are due no sooner, priorities counted; on the clock of whoever reads it.
+        allowed_s: From their arrival until then, at least.
+        requests: The prompts.
+        tokens: Their tokens that are not computed.
+        attention_work: Of these tokens, as in ``IterationShape``.
+    """
+
+    due_s: float
+    allowed_s: float
+    requests: int
+    tokens: int
+    attention_work: float
+
+
 class PrefillSelector:
     """Chooses whose prompts an engine computes next, where that changes while they wait; kept for one engine.
 
@@ -219,6 +237,10 @@ class PrefillSelector:
             now: Seconds on the caller's clock.
         """
         return NONE_LATE
+
+    def list_due(self) -> list[DuePrefills]:
+        """List the other prompts by when they are due, the first first; ``count_late`` first."""
+        return []
 
     def find_next_late_s(self) -> float:
         """Find from when on ``count_late`` may count more, with time alone; ``math.inf``: never."""

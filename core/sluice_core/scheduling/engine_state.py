@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import EngineId, RequestId, Role
+from sluice_core.scheduling.engine_policy import DuePrefills
 
 
 class EngineConfig(NamedTuple):
@@ -42,6 +43,7 @@ class EngineLoad:
         late_prefill_tokens: Of these tokens, those that it computes after all others (``LatePrefills``).
         late_requests: Their requests.
         late_attention_work: Their attention work.
+        due: The others by when they are due, on the caller's clock; empty where they are computed in another order.
         running_decodes: Decodes that run.
         decode_context_tokens: Sum of their contexts.
         kv_blocks_total: KV blocks of the engine.
@@ -62,6 +64,7 @@ class EngineLoad:
     late_prefill_tokens: int = 0
     late_requests: int = 0
     late_attention_work: float = 0.0
+    due: list[DuePrefills] = field(default_factory=list)
     running_decodes: int = 0
     decode_context_tokens: int = 0
     kv_blocks_total: int = 0
@@ -80,6 +83,9 @@ class EngineLoad:
         return self.queued_requests - self.late_requests
 
 
+Passable: TypeAlias = tuple[float, float, float]
+
+
 class EngineView:
     """An engine as a placement sees it at one moment; never changed. Times in seconds.
 
@@ -91,6 +97,7 @@ class EngineView:
         queued_prefill_tokens: Its queue, own placements included.
         free_at_s: When the queue is empty but for what goes behind all others, on the caller's clock.
         late_s: How long that takes.
+        later: Of queued prompts that others pass: when they are due, from their arrival until then, how long they take.
         per_token_s: Prefill time per token.
         per_work_s: Prefill time per token pair of attention.
         per_iteration_s: Time of each iteration beside its prefill tokens.
@@ -120,6 +127,7 @@ class EngineView:
         "late_requests",
         "late_s",
         "late_tokens",
+        "later",
         "num_seats",
         "per_iteration_s",
         "per_token_s",
@@ -139,6 +147,7 @@ class EngineView:
         queued_prefill_tokens: int,
         free_at_s: float,
         late_s: float,
+        later: tuple[Passable, ...],
         per_token_s: float,
         per_work_s: float,
         per_iteration_s: float,
@@ -160,6 +169,7 @@ class EngineView:
         self.queued_prefill_tokens = queued_prefill_tokens
         self.free_at_s = free_at_s
         self.late_s = late_s
+        self.later = later
         self.per_token_s = per_token_s
         self.per_work_s = per_work_s
         self.per_iteration_s = per_iteration_s
@@ -200,6 +210,21 @@ def get_view(entry: Entry) -> EngineView:
     return entry[-1]
 
 
+def count_passed_s(view: EngineView, due_s: float, allowed_s: float) -> float:
+    """Count how long an engine's queued prompts take that another one passes, in seconds.
+
+    Args:
+        view: The engine.
+        due_s: When the other one is due, on the caller's clock.
+        allowed_s: From its arrival until then.
+    """
+    passed_s = 0.0
+    for queued_due_s, queued_allowed_s, execute_s in view.later:
+        if queued_due_s > due_s and queued_allowed_s > allowed_s:
+            passed_s += execute_s
+    return passed_s
+
+
 def get_queue_rank(entry: Entry) -> tuple[int, int]:
     """Return what engines are tied by: queued prefill tokens, and rank."""
     return entry[0], entry[1]
@@ -208,14 +233,23 @@ def get_queue_rank(entry: Entry) -> tuple[int, int]:
 class InFlight:
     """An own placement that no report includes yet; mutable, changed by ``EngineTable`` only."""
 
-    __slots__ = ("blocks", "execute_s", "placed_at_s", "submit_number", "tokens")
+    __slots__ = ("allowed_s", "blocks", "due_s", "execute_s", "placed_at_s", "submit_number", "tokens")
 
-    def __init__(self, *, placed_at_s: float, tokens: int, execute_s: float, blocks: int) -> None:
+    def __init__(
+        self, *, placed_at_s: float, tokens: int, execute_s: float, blocks: int, due_s: float, allowed_s: float
+    ) -> None:
         self.submit_number: int | None = None
         self.placed_at_s = placed_at_s
         self.tokens = tokens
         self.execute_s = execute_s
         self.blocks = blocks
+        self.due_s = due_s
+        self.allowed_s = allowed_s
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether prompts of shorter objectives pass it."""
+        return self.due_s > -math.inf
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -16,7 +16,15 @@ from sluice_core.latency import (
 )
 from sluice_core.records import EngineId, IterationShape, RequestId, Role
 from sluice_core.router_shares import SHARE_MARGIN_TOKENS
-from sluice_core.scheduling.engine_state import EngineConfig, EngineLoad, EngineState, EngineView, Entry, InFlight
+from sluice_core.scheduling.engine_state import (
+    EngineConfig,
+    EngineLoad,
+    EngineState,
+    EngineView,
+    Entry,
+    InFlight,
+    Passable,
+)
 from sluice_core.scheduling.iteration_limits import IterationLimits, count_fitting_decodes, fit_prefill_budget
 
 __all__ = [
@@ -215,6 +223,8 @@ class EngineTable:
         kv_tokens: int,
         execute_s: float,
         is_recovery: bool,
+        due_s: float = -math.inf,
+        allowed_s: float = 0.0,
     ) -> None:
         """Count a prefill that was just placed; placement policies call it themselves.
 
@@ -226,10 +236,14 @@ class EngineTable:
             kv_tokens: Tokens that its KV cache will hold.
             execute_s: E, in seconds.
             is_recovery: Counts against the cap on recoveries.
+            due_s: A prompt of a shorter objective that is due sooner passes it there; ``-math.inf``: none does.
+            allowed_s: From its arrival until then.
         """
         state = self._states[engine_id]
         blocks = blocks_for_tokens(kv_tokens, state.config.block_size_tokens)
-        state.in_flight[request_id] = InFlight(placed_at_s=now, tokens=tokens, execute_s=execute_s, blocks=blocks)
+        state.in_flight[request_id] = InFlight(
+            placed_at_s=now, tokens=tokens, execute_s=execute_s, blocks=blocks, due_s=due_s, allowed_s=allowed_s
+        )
         if is_recovery:
             state.recovery_free_at_s = max(now, state.recovery_free_at_s) + execute_s / RECOVERY_SHARE
         if engine_id in self._stale:
@@ -239,7 +253,8 @@ class EngineTable:
         state.reserved_kv_blocks += blocks
         view = state.view
         assert view is not None
-        self._publish_view(state, _count_placement(view, state, blocks))
+        later = view.later if due_s == -math.inf else (*view.later, (due_s, allowed_s, execute_s))
+        self._publish_view(state, _count_placement(view, state, blocks, later))
 
     def mark_submitted(self, engine_id: EngineId, request_id: RequestId, submit_number: int) -> None:
         """Note under which number a placement was sent; a report that includes the number drops it.
@@ -353,6 +368,15 @@ class EngineTable:
             decode_context_tokens=context_tokens,
         )
 
+    def _list_later(self, state: EngineState) -> tuple[Passable, ...]:
+        """List when queued prompts are due that others may pass, and how long they take."""
+        later = [
+            (due.due_s, due.allowed_s, self._estimate_queue_s(state, due.tokens, due.attention_work, due.requests))
+            for due in state.load.due
+        ]
+        later += [(each.due_s, each.allowed_s, each.execute_s) for each in state.in_flight.values() if each.is_passed]
+        return tuple(later)
+
     def _make_view(self, state: EngineState) -> EngineView:
         """Gather what a placement needs to know of an engine."""
         load = state.load
@@ -369,6 +393,7 @@ class EngineTable:
             queued_prefill_tokens=state.queued_prefill_tokens,
             free_at_s=state.free_at_s,
             late_s=state.late_s,
+            later=self._list_later(state),
             per_token_s=prefill.per_token_s,
             per_work_s=prefill.per_work_s,
             per_iteration_s=prefill.per_iteration_s,
@@ -444,7 +469,7 @@ class EngineTable:
         state.view = None
 
 
-def _count_placement(view: EngineView, state: EngineState, blocks: int) -> EngineView:
+def _count_placement(view: EngineView, state: EngineState, blocks: int, later: tuple[Passable, ...]) -> EngineView:
     """Make the view after a placement that took ``blocks``. Spelled out: ``_replace`` takes three times as long."""
     return EngineView(
         engine_id=view.engine_id,
@@ -452,6 +477,7 @@ def _count_placement(view: EngineView, state: EngineState, blocks: int) -> Engin
         queued_prefill_tokens=state.queued_prefill_tokens,
         free_at_s=state.free_at_s,
         late_s=view.late_s,
+        later=later,
         per_token_s=view.per_token_s,
         per_work_s=view.per_work_s,
         per_iteration_s=view.per_iteration_s,

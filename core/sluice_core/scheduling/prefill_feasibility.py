@@ -11,8 +11,9 @@ from typing import Final
 
 from sluice_core.latency import compute_attention_work, compute_prefill_s
 from sluice_core.records import EngineId, Hold, Place, PrefillRequest
-from sluice_core.scheduling.engine_state import EngineView, Entry, get_view
+from sluice_core.scheduling.engine_state import EngineView, Entry, count_passed_s, get_view
 from sluice_core.scheduling.engine_table import RECOVERY_BURST_S, EngineTable
+from sluice_core.scheduling.waiting_order import find_allowed_s
 from sluice_core.strategy_parameters import EarlyRejection
 
 _INFINITY: Final = math.inf  # looking it up in the module costs as much as a few engines of the walk
@@ -143,7 +144,8 @@ class AssignPass:
 
     def bound_done_s(self, request: PrefillRequest, entry: Entry) -> float:
         """Bound ``estimate_done_s`` from below, by a part of its arithmetic."""
-        tokens, free_at_s, now = _count_uncached(request, get_view(entry).engine_id), entry[3], self.now
+        view, now = get_view(entry), self.now
+        tokens, free_at_s = _count_uncached(request, view.engine_id), find_free_at_s(request, view)
         start_s = free_at_s if free_at_s > now else now  # noqa: FURB136 - as in ``walk``
         return start_s + tokens * (entry[4] + entry[5] * tokens)
 
@@ -162,8 +164,17 @@ class AssignPass:
         queue_s, execute_s, transfer_s = estimate_prefill(self.now, request, view)
         return self.now + queue_s + execute_s + transfer_s
 
-    def place(self, request: PrefillRequest, entry: Entry, reason: str, *, is_feasible: bool) -> Place:
-        """Record a placement in the table and make the decision."""
+    def place(
+        self,
+        request: PrefillRequest,
+        entry: Entry,
+        reason: str,
+        *,
+        is_feasible: bool,
+        due_s: float = -math.inf,
+        allowed_s: float = 0.0,
+    ) -> Place:
+        """Record a placement in the table and make the decision; the last two as in ``record_placement``."""
         view = get_view(entry)
         engine_id = view.engine_id
         queue_s, execute_s, transfer_s = estimate_prefill(self.now, request, view)
@@ -176,6 +187,8 @@ class AssignPass:
             kv_tokens=request.prompt_tokens,
             execute_s=execute_s,
             is_recovery=request.is_recovery,
+            due_s=due_s,
+            allowed_s=allowed_s,
         )
         return Place(
             request_id=request.request_id,
@@ -191,6 +204,19 @@ class AssignPass:
             state.load.kv_blocks_total * state.config.block_size_tokens >= request.prompt_tokens
             for state in self.engines.list_loads()
         )
+
+
+def find_free_at_s(request: PrefillRequest, view: EngineView) -> float:
+    """Find when an engine is done with what it computes before a prompt, on the caller's clock.
+
+    What the prompt passes there still fills up the iteration in which it ends.
+    """
+    if not view.later:
+        return view.free_at_s
+    allowed_s = find_allowed_s(request)
+    passed_s = count_passed_s(view, request.arrival_s + allowed_s, allowed_s)
+    beside_tokens = -_count_uncached(request, view.engine_id) % max(1, view.room_tokens)
+    return view.free_at_s - max(0.0, passed_s - beside_tokens * view.per_token_s)
 
 
 def estimate_prefill(now: float, request: PrefillRequest, view: EngineView) -> tuple[float, float, float]:
@@ -210,7 +236,7 @@ def estimate_prefill(now: float, request: PrefillRequest, view: EngineView) -> t
         room_tokens=view.room_tokens,
     )
     transfer_s = view.transfer_latency_s + view.transfer_per_token_s * prompt_tokens
-    return max(0.0, view.free_at_s - now), execute_s, transfer_s
+    return max(0.0, find_free_at_s(request, view) - now), execute_s, transfer_s
 
 
 def record_prefill(now: float, request: PrefillRequest, engines: EngineTable, engine_id: EngineId) -> None:

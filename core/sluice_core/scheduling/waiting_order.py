@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from heapq import nsmallest
 from typing import Final, TypeAlias, TypeVar
@@ -33,6 +34,16 @@ def compute_urgency(
     if is_recovery:
         return _RECOVERY, next_token_due_s, arrival_s
     return _NEW + turn, arrival_s - priority * PRIORITY_HEAD_START_S, arrival_s
+
+
+def compute_allowed_s(ttft_slo_s: float, priority: int) -> float:
+    """Compute how long after its arrival a prompt is due on engines that compute by deadline, in seconds."""
+    return ttft_slo_s - priority * PRIORITY_HEAD_START_S
+
+
+def find_allowed_s(request: PrefillRequest) -> float:
+    """Find how long after its arrival a prompt is due; recoveries, which go first in any case, pass no other."""
+    return math.inf if request.is_recovery else compute_allowed_s(request.slo.ttft_s, request.priority)
 
 
 def get_urgency(request: PrefillRequest) -> Urgency:

@@ -81,6 +81,7 @@ def _describe_blocks(kv: KvBlocks) -> dict[str, Any]:
 def _describe_queue(tracker: RequestTracker, now_s: float) -> dict[str, Any]:
     """Sums the prompts that wait or run, and those of them that go behind all others."""
     late = NONE_LATE if tracker.selector is None else tracker.selector.count_late(now_s)
+    due = [] if tracker.selector is None else tracker.selector.list_due()
     return {
         "queued_prefill_tokens": tracker.queued_prefill_tokens,
         "queued_requests": tracker.num_queued,
@@ -88,4 +89,5 @@ def _describe_queue(tracker: RequestTracker, now_s: float) -> dict[str, Any]:
         "late_prefill_tokens": late.tokens,
         "late_requests": late.requests,
         "late_attention_work": late.attention_work,
+        "due": [prefills._replace(due_s=prefills.due_s - now_s) for prefills in due],
     }

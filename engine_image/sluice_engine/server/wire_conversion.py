@@ -89,6 +89,7 @@ def load_report(load: core_messages.SchedulerLoad) -> wire.LoadReport:
         late_prefill_tokens=load.late_prefill_tokens,
         late_requests=load.late_requests,
         late_attention_work=load.late_attention_work,
+        due=[wire.DuePrefills(**prefills._asdict()) for prefills in load.due],
         running_decodes=load.running_decodes,
         decode_context_tokens=load.decode_context_tokens,
         pulling_requests=load.pulling_requests,

@@ -1395,6 +1395,7 @@ class LoadReport(_message.Message):
     LATE_REQUESTS_FIELD_NUMBER: _builtins.int
     LATE_ATTENTION_WORK_FIELD_NUMBER: _builtins.int
     UNDER_WAY_FIELD_NUMBER: _builtins.int
+    DUE_FIELD_NUMBER: _builtins.int
     last_submit_number: _builtins.int
     """Last submit of this router that the report includes."""
     queued_prefill_tokens: _builtins.int
@@ -1469,6 +1470,12 @@ class LoadReport(_message.Message):
         are 0, and so is all of it where nothing is under way. Absent: the engine does not say.
         """
 
+    @_builtins.property
+    def due(self) -> _containers.RepeatedCompositeFieldContainer[Global___DuePrefills]:
+        """The prompts that are not late, where the engine computes them by deadline, the first first: a new one of a shorter
+        objective that is due sooner does not wait for them. Empty where it computes them in another order.
+        """
+
     def __init__(
         self,
         *,
@@ -1500,16 +1507,55 @@ class LoadReport(_message.Message):
         late_requests: _builtins.int = ...,
         late_attention_work: _builtins.float = ...,
         under_way: Global___Iteration | None = ...,
+        due: _abc.Iterable[Global___DuePrefills] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s", "iteration", b"iteration", "saved_tpot_s", b"saved_tpot_s", "under_way", b"under_way"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s", "chunk_size_tokens", b"chunk_size_tokens", "decode_context_tokens", b"decode_context_tokens", "is_draining", b"is_draining", "is_of_others", b"is_of_others", "iteration", b"iteration", "iteration_age_s", b"iteration_age_s", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_submit_number", b"last_submit_number", "late_attention_work", b"late_attention_work", "late_prefill_tokens", b"late_prefill_tokens", "late_requests", b"late_requests", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "num_preemptions", b"num_preemptions", "num_recomputed_pulls", b"num_recomputed_pulls", "prefill_phase_s", b"prefill_phase_s", "pull_bytes_per_s", b"pull_bytes_per_s", "pulling_requests", b"pulling_requests", "queued_attention_work", b"queued_attention_work", "queued_prefill_tokens", b"queued_prefill_tokens", "queued_requests", b"queued_requests", "running_decodes", b"running_decodes", "saved_tpot_s", b"saved_tpot_s", "transport", b"transport", "under_way", b"under_way"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s", "chunk_size_tokens", b"chunk_size_tokens", "decode_context_tokens", b"decode_context_tokens", "due", b"due", "is_draining", b"is_draining", "is_of_others", b"is_of_others", "iteration", b"iteration", "iteration_age_s", b"iteration_age_s", "kv_blocks_granted", b"kv_blocks_granted", "kv_blocks_pinned", b"kv_blocks_pinned", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_submit_number", b"last_submit_number", "late_attention_work", b"late_attention_work", "late_prefill_tokens", b"late_prefill_tokens", "late_requests", b"late_requests", "num_moved_in", b"num_moved_in", "num_moved_out", b"num_moved_out", "num_preemptions", b"num_preemptions", "num_recomputed_pulls", b"num_recomputed_pulls", "prefill_phase_s", b"prefill_phase_s", "pull_bytes_per_s", b"pull_bytes_per_s", "pulling_requests", b"pulling_requests", "queued_attention_work", b"queued_attention_work", "queued_prefill_tokens", b"queued_prefill_tokens", "queued_requests", b"queued_requests", "running_decodes", b"running_decodes", "saved_tpot_s", b"saved_tpot_s", "transport", b"transport", "under_way", b"under_way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__saved_tpot_s: _TypeAlias = _typing.Literal["saved_tpot_s"]  # noqa: Y015
     _WhichOneofArgType__saved_tpot_s: _TypeAlias = _typing.Literal["_saved_tpot_s", b"_saved_tpot_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__saved_tpot_s) -> _WhichOneofReturnType__saved_tpot_s | None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class DuePrefills(_message.Message):
+    """Prompts that are due at about the same time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DUE_S_FIELD_NUMBER: _builtins.int
+    ALLOWED_S_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    ATTENTION_WORK_FIELD_NUMBER: _builtins.int
+    due_s: _builtins.float
+    """They are due no sooner, priorities counted, in seconds from the report on."""
+    allowed_s: _builtins.float
+    """From their arrival until then, at least, in seconds."""
+    requests: _builtins.int
+    """The prompts."""
+    tokens: _builtins.int
+    """Their tokens that are not computed."""
+    attention_work: _builtins.float
+    """Their attention work, as in queued_attention_work."""
+    def __init__(
+        self,
+        *,
+        due_s: _builtins.float = ...,
+        allowed_s: _builtins.float = ...,
+        requests: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        attention_work: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_s", b"allowed_s", "attention_work", b"attention_work", "due_s", b"due_s", "requests", b"requests", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DuePrefills: _TypeAlias = DuePrefills  # noqa: Y015
 
 @_typing.final
 class Iteration(_message.Message):

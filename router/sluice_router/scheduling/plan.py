@@ -119,7 +119,9 @@ def _add_to_table(table: EngineTable, engine: ConnectedEngine, role: Role) -> No
     """Lets policies see an engine, with the load that it has reported already: an idle one reports seldom."""
     table.add(engine.engine_id, engine.spec, role=role, chunk_size_tokens=engine.chunk_size_tokens)
     if engine.load.kv_blocks_total:
-        table.report(engine.engine_id, wire_conversion.load_from(engine.load, 0.0), engine.last_heard_s)
+        table.report(
+            engine.engine_id, wire_conversion.load_from(engine.load, engine.last_heard_s, 0.0), engine.last_heard_s
+        )
 
 
 def _set_policy(active: ActivePlan, plan: Plan, rng: random.Random) -> None:

@@ -7,6 +7,7 @@ import math
 from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice.wire_fields import names_by_value
 from sluice_core.records import EngineId, EnginePlan, IterationShape, MoveCause, OwnerLimits, Plan, Role, Slo, SloClass
+from sluice_core.scheduling.engine_policy import DuePrefills
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig
 from sluice_core.strategies import get_strategy
@@ -54,11 +55,12 @@ def shape_from(iteration: engine_pb2.Iteration) -> IterationShape:
     )
 
 
-def load_from(report: engine_pb2.LoadReport, iteration_remaining_s: float) -> EngineLoad:
+def load_from(report: engine_pb2.LoadReport, now: float, iteration_remaining_s: float) -> EngineLoad:
     """Reads a load report.
 
     Args:
         report: The report.
+        now: When it came, in seconds.
         iteration_remaining_s: Expected rest of the iteration under way.
     """
     return EngineLoad(
@@ -69,6 +71,16 @@ def load_from(report: engine_pb2.LoadReport, iteration_remaining_s: float) -> En
         late_prefill_tokens=report.late_prefill_tokens,
         late_requests=report.late_requests,
         late_attention_work=report.late_attention_work,
+        due=[
+            DuePrefills(
+                due_s=now + prefills.due_s,
+                allowed_s=prefills.allowed_s,
+                requests=prefills.requests,
+                tokens=prefills.tokens,
+                attention_work=prefills.attention_work,
+            )
+            for prefills in report.due
+        ],
         running_decodes=report.running_decodes,
         decode_context_tokens=report.decode_context_tokens,
         kv_blocks_total=report.kv_blocks_total,

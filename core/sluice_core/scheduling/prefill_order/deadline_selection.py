@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from sluice_core.records import RequestId
-from sluice_core.scheduling.engine_policy import NONE_LATE, EngineBatch, LatePrefills
+from sluice_core.scheduling.engine_policy import NONE_LATE, DuePrefills, EngineBatch, LatePrefills
 from sluice_core.scheduling.prefill_order.ordered_selection import OrderedSelector
+
+# Prompts that are due within one step are reported as one, and of later ones no more than so many.
+DUE_STEP_S: Final = 0.25
+MOST_DUE: Final = 8
 
 
 class DeadlineSelector(OrderedSelector):
@@ -38,6 +43,26 @@ class DeadlineSelector(OrderedSelector):
             sum(prefill.remaining_tokens for prefill in late),
             sum(prefill.remaining_work for prefill in late),
         )
+
+    def list_due(self) -> list[DuePrefills]:
+        """See ``PrefillSelector.list_due``: ``MOST_DUE`` at most, of which the last holds the rest.
+
+        By deadline alone none: routers of what FlowPrefill is compared with know of no deadlines.
+        """
+        due: list[DuePrefills] = []
+        if not self._order.puts_late_last:
+            return due
+        for prefill in self._order.list_timely():
+            due_s = prefill.urgency_s
+            if due_s < math.inf:
+                due_s = math.floor(due_s / DUE_STEP_S) * DUE_STEP_S
+            allowed_s, requests, tokens, work = prefill.allowed_s, 1, prefill.remaining_tokens, prefill.remaining_work
+            if due and (len(due) == MOST_DUE or (due_s <= due[-1].due_s and allowed_s == due[-1].allowed_s)):
+                last = due.pop()
+                due_s, allowed_s = last.due_s, min(allowed_s, last.allowed_s)
+                requests, tokens, work = last.requests + 1, last.tokens + tokens, last.attention_work + work
+            due.append(DuePrefills(due_s, allowed_s, requests, tokens, work))
+        return due
 
     def find_next_late_s(self) -> float:
         """See ``PrefillSelector.find_next_late_s``."""

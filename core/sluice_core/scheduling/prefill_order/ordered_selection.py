@@ -5,7 +5,7 @@ from __future__ import annotations
 from sluice_core.records import RequestId
 from sluice_core.scheduling.engine_policy import EngineBatch, PrefillSelector
 from sluice_core.scheduling.prefill_order.slack_order import PrefillPredictor, QueuedPrefill, SlackOrder
-from sluice_core.scheduling.waiting_order import PRIORITY_HEAD_START_S
+from sluice_core.scheduling.waiting_order import compute_allowed_s
 from sluice_core.strategy_parameters import PrefillOrder
 
 
@@ -25,12 +25,13 @@ class OrderedSelector(PrefillSelector):
     def add(self, request_id: RequestId, *, arrival_s: float, ttft_slo_s: float, priority: int, tokens: int) -> None:
         """See ``PrefillSelector.add``."""
         self._num_arrived += 1
-        deadline_s = arrival_s + ttft_slo_s
+        allowed_s = compute_allowed_s(ttft_slo_s, priority)
         prefill = QueuedPrefill(
             request_id,
             number=self._num_arrived,
-            deadline_s=deadline_s,
-            urgency_s=deadline_s - priority * PRIORITY_HEAD_START_S,
+            deadline_s=arrival_s + ttft_slo_s,
+            urgency_s=arrival_s + allowed_s,
+            allowed_s=allowed_s,
             tokens=tokens,
         )
         self._prefills[request_id] = prefill

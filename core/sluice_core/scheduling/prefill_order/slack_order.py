@@ -70,6 +70,7 @@ class QueuedPrefill:
         number: Counts the requests of an engine; breaks ties.
         deadline_s: When its first token is due, on the engine's clock.
         urgency_s: Its place: the deadline, brought forward by a user's priority.
+        allowed_s: From its arrival until then.
         tokens: Tokens of the prompt.
 
     Attributes:
@@ -79,6 +80,7 @@ class QueuedPrefill:
     """
 
     __slots__ = (
+        "allowed_s",
         "deadline_s",
         "is_late",
         "late_from_s",
@@ -89,8 +91,11 @@ class QueuedPrefill:
         "urgency_s",
     )
 
-    def __init__(self, request_id: RequestId, *, number: int, deadline_s: float, urgency_s: float, tokens: int) -> None:
+    def __init__(
+        self, request_id: RequestId, *, number: int, deadline_s: float, urgency_s: float, allowed_s: float, tokens: int
+    ) -> None:
         self.request_id = request_id
+        self.allowed_s = allowed_s
         self.number = number
         self.deadline_s = deadline_s
         self.urgency_s = urgency_s
@@ -144,6 +149,15 @@ class SlackOrder:
             return self._timely[0][2]
         return self._late[0][2] if self._late else None
 
+    @property
+    def puts_late_last(self) -> bool:
+        """Whether it tells late prompts from others at all."""
+        return self._kind not in {PrefillOrder.EDF, PrefillOrder.CHUNKED_EDF}
+
+    def list_timely(self) -> list[QueuedPrefill]:
+        """List those that were not late when that was asked for last, first to last: O(those)."""
+        return [place[2] for place in self._timely]
+
     def find_late(self, now: float) -> list[QueuedPrefill]:
         """Find those that are late by the predictions that there are, first to last: O(those).
 
@@ -167,7 +181,7 @@ class SlackOrder:
 
     def _find_late_from_s(self, prefill: QueuedPrefill) -> float:
         """Find from when on a prefill counts as late, in seconds on the caller's clock."""
-        if self._kind is PrefillOrder.EDF or self._kind is PrefillOrder.CHUNKED_EDF:
+        if not self.puts_late_last:
             return math.inf
         if self._kind is PrefillOrder.D_EDF:
             return prefill.deadline_s

@@ -3,6 +3,9 @@
 A prefill goes to the engine that is done with it first. Engines with few decodes have room for more prefill tokens
 (``EngineTable.limit_iterations``), so they draw prefills. An engine gets no more than ``credit_s`` of work ahead: what
 comes later waits at the router, where the earliest deadline goes first and an engine is chosen when there is one.
+
+Queued prompts of a longer objective are no work ahead where they are due later: the engine computes by deadline too.
+Those of the same objective are. Else every prompt that has waited would pass them, and nothing would wait any more.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from sluice_core.scheduling.early_rejection import reject_late
 from sluice_core.scheduling.engine_state import EngineView, Entry, get_view
 from sluice_core.scheduling.engine_table import EngineTable
 from sluice_core.scheduling.placement_records import NUM_RECORDS
-from sluice_core.scheduling.prefill_feasibility import AssignPass
+from sluice_core.scheduling.prefill_feasibility import AssignPass, find_free_at_s
 from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.slack.decode_packing import DecodePacking
 from sluice_core.scheduling.slack.slack_waiting_order import WaitingOrder
 from sluice_core.scheduling.slack.usual_request import UsualRequest
+from sluice_core.scheduling.waiting_order import find_allowed_s
 from sluice_core.strategy_parameters import StrategyParameters
 
 # Requests for which another router's engine must have room beside a prompt: all routers see the seat that gets free,
@@ -73,12 +77,22 @@ class SlackPlacement(LengthAwarePlacement):
         if not is_feasible and not self._has_room_for_late(view, request):
             return Hold(request_id=request.request_id, reason="seats")
         # One that will be late waits on the engine behind those that are. So these count for it alone.
-        ahead_s = view.free_at_s - assign_pass.now + (0.0 if is_feasible else view.late_s)
+        free_at_s = find_free_at_s(request, view) if is_feasible else view.free_at_s + view.late_s
+        ahead_s = free_at_s - assign_pass.now
         if credit_s and ahead_s > credit_s:
             return Hold(request_id=request.request_id, reason="late_binding")
-        self.waiting_order.note_placed(assign_pass.now, request, done_s - max(view.free_at_s, assign_pass.now))
+        self.waiting_order.note_placed(assign_pass.now, request, done_s - max(free_at_s, assign_pass.now))
         self.usual.note_placed(request.prompt_tokens)
-        return assign_pass.place(request, entry, "feasible" if is_feasible else "least_late", is_feasible=is_feasible)
+        allowed_s = find_allowed_s(request)
+        is_passed = is_feasible and not request.is_recovery and self.parameters.selects_by_slack
+        return assign_pass.place(
+            request,
+            entry,
+            "feasible" if is_feasible else "least_late",
+            is_feasible=is_feasible,
+            due_s=request.arrival_s + allowed_s if is_passed else -math.inf,
+            allowed_s=allowed_s,
+        )
 
     def _hold_for_room(self, assign_pass: AssignPass, request: PrefillRequest, candidates: Sequence[Entry]) -> Hold:
         """Hold a prompt for which no engine has KV blocks and a seat.
@@ -90,7 +104,11 @@ class SlackPlacement(LengthAwarePlacement):
         return Hold(request_id=request.request_id, reason="seats" if is_passed else "kv")
 
     def _find_first_done(
-        self, assign_pass: AssignPass, request: PrefillRequest, candidates: Sequence[Entry], credit_s: float
+        self,
+        assign_pass: AssignPass,
+        request: PrefillRequest,
+        candidates: Sequence[Entry],
+        credit_s: float,
     ) -> Entry | None:
         """Find where a prompt is done first; None: nothing has the KV blocks and a seat.
 

@@ -350,6 +350,7 @@ class SimEngine(MovingRequests):
         if self.selector is not None:
             late = self.selector.count_late(now)
             load.late_requests, load.late_prefill_tokens, load.late_attention_work = late
+            load.due = self.selector.list_due()
         # Those that the iteration leaves out have their seats all the same.
         load.running_decodes = self.batch.num_decodes + len(self.batch.paused) + self.num_incoming
         load.decode_context_tokens = self.batch.context_tokens

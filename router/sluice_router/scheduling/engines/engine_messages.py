@@ -101,7 +101,7 @@ def _handle_load(state: RouterState, engine: ConnectedEngine, load: engine_pb2.L
         plan.begin_drain(state, engine)
     if known:
         state.engines.table.report(
-            engine_id, wire_conversion.load_from(load, _remaining_s(state.engines.table, engine, load)), now
+            engine_id, wire_conversion.load_from(load, now, _remaining_s(state.engines.table, engine, load)), now
         )
     drain.note_drained(state.status, engine)
 
