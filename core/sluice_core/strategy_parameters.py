@@ -64,6 +64,8 @@ class StrategyParameters:
             cannot set it.
         pace_share: Share of the time to its TTFT SLO that a prompt's prefill may take where decodes have nothing to
             spare; 0: prefills take what they are given. Manifests cannot set it.
+        alone_tokens: Prefill tokens of an iteration without decodes, of an engine that sizes its iterations; 0: as many
+            as it can run. Manifests cannot set it.
         late_ttft_factor: A prompt that cannot meet its TTFT SLO waits as if this were so many times as long; 1: it
             keeps its place.
         late_share: Share of the prefill time that such prompts get together while others can meet theirs; 1: by their
@@ -99,6 +101,7 @@ class StrategyParameters:
     least_prefill_share: float = 0.1
     decode_share: float = 0.99
     pace_share: float = 0.8
+    alone_tokens: int = 2048
     late_ttft_factor: float = 3.0
     late_share: float = 0.0
     late_reserve_share: float = 0.25

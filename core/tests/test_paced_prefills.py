@@ -254,3 +254,48 @@ def test_late_prompts_take_the_time_that_the_model_says_and_no_blocks_or_seats_f
     assert waiting.available_seqs < view.available_seqs == empty.available_seqs
     assert (view.late_tokens, view.late_requests) == (8_000, 8)
     assert (waiting.late_tokens, waiting.late_requests) == (0, 0)
+
+
+# --- iterations without decodes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "chunk_tokens", "alone_tokens", "budget"),
+    [(0, 8192, 2048, 2048), (0, 8192, 0, 8192), (0, 512, 2048, 512), (1, 8192, 2048, None)],
+)
+def test_an_iteration_without_decodes_is_no_larger_than_full_speed_asks_for(
+    num_decodes, chunk_tokens, alone_tokens, budget
+):
+    policy = bind(make_decodes(), alone_tokens=alone_tokens)
+    batch = make_batch(num_decodes=num_decodes, chunk_size_tokens=chunk_tokens, max_batch_tokens=8192)
+    assert policy.limits(NOW, batch).prefill_budget_tokens == (budget or chunk_tokens - num_decodes)
+
+
+def test_a_router_knows_how_large_iterations_without_decodes_are():
+    loads = EngineLoad(), EngineLoad(running_decodes=1, decode_context_tokens=100)
+    for alone_tokens, rooms in ((2048, (2048, 500)), (300, (300, 500)), (0, (510, 500))):
+        table = make_table(*loads)
+        assign(table, make_prefill("a", arrival_s=NOW), now=NOW, alone_tokens=alone_tokens)
+        found = tuple(table[EngineId(name)].room_tokens for name in ("e0", "e1"))
+        assert found == (pytest.approx(rooms[0], rel=0.1), pytest.approx(rooms[1], rel=0.1))
+
+
+@pytest.mark.parametrize("schedules_ahead", [False, True])
+def test_prompts_do_not_wait_for_those_that_share_a_large_iteration(schedules_ahead):
+    """Five prompts of 3,000 tokens come at once, to an engine that can compute them in one iteration."""
+    first_s = []
+    slo = Slo(ttft_s=9.0, tpot_s=0.2)
+    arrivals = [Arrival(at_s=0.0, prompt_tokens=3000, output_tokens=1, slo=slo) for _ in range(5)]
+    for alone_tokens in (0, 2048):
+        (engine,) = make_engines(((1, 2048),), blocks=20_000, max_num_seqs=256)
+        cell = Cell(
+            engines=[replace(engine, profile=A100, chunk_size_tokens=16_384, max_batch_tokens=16_384)],
+            strategy=get_strategy("sluice"),
+            parameters=StrategyParameters(alone_tokens=alone_tokens, credit_s=0.0),
+            options=SimOptions(schedules_ahead=schedules_ahead),
+        )
+        simulation = Simulation(cell, arrivals)
+        assert simulation.run()
+        first_s.append(sorted(request.first_token_s for request in simulation.requests))
+    assert sum(first_s[1]) < 0.8 * sum(first_s[0])
+    assert first_s[1][-1] < 1.06 * first_s[0][-1]

@@ -438,7 +438,7 @@ def test_an_engine_that_lacks_something_says_what_and_what_it_offers():
 
 def test_objectives_of_nobody_bound_nothing():
     """Requests without a TPOT objective leave iterations as long as they are."""
-    table = make_table([EngineLoad()])
+    table = make_table([EngineLoad(running_decodes=1, decode_context_tokens=100)])
     router = get_strategy("sluice").make_router(StrategyParameters(), random.Random(1))
     router.assign(10.0, [make_request(0)], table)
     assert 0 < table[EngineId("e0")].room_tokens < 2048
@@ -450,9 +450,9 @@ def test_objectives_of_nobody_bound_nothing():
     assert router.assign(10.0, [], table) == []
     router.assign(10.0, [free], table)
     assert table[EngineId("e0")].room_tokens == bounded
-    fresh = make_table([EngineLoad()])
+    fresh = make_table([EngineLoad(running_decodes=1, decode_context_tokens=100)])
     router.assign(10.0, [free], fresh)
-    assert fresh[EngineId("e0")].room_tokens == 2048
+    assert fresh[EngineId("e0")].room_tokens == 2047
 
 
 def test_splits_and_merges_count_while_there_are_engines():

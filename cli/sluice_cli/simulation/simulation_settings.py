@@ -149,6 +149,7 @@ _PARAMETER_READERS: dict[str, Callable[[str], object]] = {
     "least_prefill_share": _read_number(0.0, 1.0),
     "late_ttft_factor": _read_number(1.0, 4.0),
     "pace_share": _read_number(0.0, 1.0),
+    "alone_tokens": _read_count(0, 1_048_576),
     "late_share": _read_number(0.0, 1.0),
     "overload_order": lambda text: OverloadOrder(_read_choice(OverloadOrder)(text)),
     "pack_share": _read_number(0.0, 1.0),

@@ -318,7 +318,9 @@ class EngineTable:
         num_counted = num_decodes if self._counts_decodes else 0
         state.room_tokens = max(0, min(state.chunk_size_tokens, state.config.max_batch_tokens) - num_counted)
         limits = self._limits
-        if limits.iteration_s < math.inf:
+        if limits.alone_tokens and not num_decodes:
+            state.room_tokens = min(state.room_tokens, limits.alone_tokens)
+        elif limits.iteration_s < math.inf:
             fitting = fit_prefill_budget(
                 state.latency,
                 limits.iteration_s,

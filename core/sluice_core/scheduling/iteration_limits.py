@@ -18,11 +18,13 @@ class IterationLimits(NamedTuple):
         iteration_s: With as many prefill tokens as fit, in seconds.
         least_prefill_s: Time that prefills have beside decodes in any case.
         decodes_s: With no more prefills than that, or than decodes bring. An engine has no seats for more decodes.
+        alone_tokens: Most prefill tokens of an iteration without decodes; 0: as many as fit.
     """
 
     iteration_s: float = math.inf
     least_prefill_s: float = 0.0
     decodes_s: float = math.inf
+    alone_tokens: int = 0
 
 
 class PrefillBudget:

@@ -70,6 +70,7 @@ class SlackRouter(RoleRouter):
                 iteration_s=parameters.tpot_share * tpot_slo_s,
                 least_prefill_s=parameters.least_prefill_share * tpot_slo_s,
                 decodes_s=parameters.decode_share * tpot_slo_s if parameters.decode_share else math.inf,
+                alone_tokens=parameters.alone_tokens,
             )
             usual = self._slack_placement.usual
             engines.limit_iterations(limits, prefill_per_decode=usual.prompt_tokens / usual.output_tokens)

@@ -1,7 +1,8 @@
 """Iterations as long as the running decodes can spare: prefills in what their slack allows.
 
 A decode's *slack* is the time until its TPOT so far passes its share of the objective. An iteration gets as many
-prefill tokens as end before the least slack of all is used up. Without decodes the chunk size alone limits it.
+prefill tokens as end before the least slack of all is used up. Without decodes it gets ``alone_tokens``: GPUs compute
+these at nearly full speed, and more would only delay the prompts that end first, and those that come meanwhile.
 
 Prompts get a share of the TPOT objective in any case. Decodes that have just begun have no slack yet, and one that is
 behind catches up by a millisecond or two an iteration: prompts that waited for these would be late by seconds.
@@ -47,6 +48,7 @@ class SlackBatching(ChunkedPrefillPolicy):
         self._tpot_share = parameters.tpot_share
         self._least_prefill_share = parameters.least_prefill_share
         self._pace_share = parameters.pace_share
+        self._alone_tokens = parameters.alone_tokens
         self._packs = parameters.pack_share > 0.0
         self._decodes: DecodeSet | None = None
         self._latency: LatencyModel | None = None
@@ -65,6 +67,8 @@ class SlackBatching(ChunkedPrefillPolicy):
             return room_tokens
         latency, decodes = self._latency, self._decodes
         num_decodes = engine.num_decodes + engine.num_joining
+        if not num_decodes and self._alone_tokens:
+            room_tokens = min(room_tokens, self._alone_tokens)
         tpot_slo_s = decodes.least_tpot_slo_s if len(decodes) else 0.0
         room = fit_prefill_budget(
             latency,
