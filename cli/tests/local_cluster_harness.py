@@ -50,6 +50,7 @@ spec:
   replicas: 3
   prefillHeavy: 1
   chunkSizes: {prefillHeavy: 512, decodeHeavy: 64}
+  strategy: TaiChi
   slo: {ttftMilliseconds: 500, tpotMilliseconds: 50}
   model: {name: tiny, source: {persistentVolumeClaim: {claimName: models}}}
   engine: {drainTimeoutSeconds: 5}

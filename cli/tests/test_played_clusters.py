@@ -27,6 +27,7 @@ spec:
   replicas: 3
   prefillHeavy: 1
   chunkSizes: {{prefillHeavy: 512, decodeHeavy: 64}}
+  strategy: TaiChi
   slo: {{ttftMilliseconds: 500, tpotMilliseconds: 50}}
   model: {{name: tiny, source: {{persistentVolumeClaim: {{claimName: models}}}}}}
   engine: {{drainTimeoutSeconds: 5, startupTimeoutSeconds: 30}}
@@ -56,7 +57,7 @@ async def live_edits(play: Play) -> None:
         ("tpotMilliseconds: 50", "tpotMilliseconds: 40"),
         ("replicas: 3\n", "replicas:   3\n"),
         ("prefillHeavy: 2\n", "prefillHeavy: 9\n"),
-        ("chunkSizes:", "strategy: Aggregated\n  chunkSizes:"),
+        ("strategy: TaiChi", "strategy: Aggregated"),
     ):
         play.edit(old, new)
         await play.pass_time(1.0)

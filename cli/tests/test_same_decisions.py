@@ -68,6 +68,7 @@ def make_manifest(**spec: Any) -> dict[str, Any]:
             "replicas": 4,
             "prefillHeavy": "50%",
             "chunkSizes": {"prefillHeavy": 512, "decodeHeavy": 64},
+            "strategy": "TaiChi",
             "slo": {"ttftMilliseconds": 500, "tpotMilliseconds": 50},
             "model": {"name": "tiny", "source": {"persistentVolumeClaim": {"claimName": "models"}}},
             **spec,
@@ -411,9 +412,9 @@ async def test_the_same_requests_put_the_same_sliders_in_force(
 @pytest.mark.parametrize(
     ("mode", "num_samples", "strategies"),
     [
-        pytest.param("Apply", 100, ["TaiChi", "FlowPrefill", "FlowPrefill", "FlowPrefill"], id="apply"),
-        pytest.param("Apply", 3, ["TaiChi"] * 4, id="too few requests"),
-        pytest.param("Recommend", 100, ["TaiChi"] * 4, id="recommend"),
+        pytest.param("Apply", 100, ["Sluice", "FlowPrefill", "FlowPrefill", "FlowPrefill"], id="apply"),
+        pytest.param("Apply", 3, ["Sluice"] * 4, id="too few requests"),
+        pytest.param("Recommend", 100, ["Sluice"] * 4, id="recommend"),
     ],
 )
 async def test_the_same_requests_choose_the_same_strategy(

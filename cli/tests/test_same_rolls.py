@@ -124,6 +124,7 @@ def parse(**spec: Any) -> ServingCluster:
             "replicas": NUM_ENGINES,
             "prefillHeavy": 1,
             "chunkSizes": {"prefillHeavy": 512, "decodeHeavy": 64},
+            "strategy": "TaiChi",
             "slo": {"ttftMilliseconds": 500, "tpotMilliseconds": 50},
             "model": {"name": "tiny", "source": {"persistentVolumeClaim": {"claimName": "models"}}},
             "rollout": {"gate": GATE},

@@ -80,5 +80,5 @@ def test_the_readme_commands_install_and_edit_a_cluster(testbed: Testbed, client
     said = run(testbed, client, README)
     assert "servingcluster.sluice.dev/qwen created" in said
     spec = json.loads(client.kubectl("get", "-n", "llm", "slc", "qwen", "-o", "json"))["spec"]
-    assert (spec["replicas"], spec["slo"]["tpotMilliseconds"], spec["chunkSizes"]["decodeHeavy"]) == (6, 60, 256)
+    assert (spec["replicas"], spec["slo"]["tpotMilliseconds"], spec["strategy"]) == (6, 60, "Sluice")
     assert "deployment.apps/sluice-operator" in client.kubectl("get", "deployments", "-n", "llm", "-o", "name")

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from sluice_core.scheduling.engine_policy import DuePrefills  # noqa: TC001 - msgspec looks it up
-from sluice_core.strategies import DEFAULT_STRATEGY
 from sluice_core.strategies.interface import Need
 
 # Name of the EngineCore utility that carries commands.
@@ -53,7 +52,7 @@ class ConfigureCommand(msgspec.Struct, frozen=True, kw_only=True, tag="configure
     role: str
     chunk_size_tokens: int
     is_draining: bool = False
-    strategy: str = DEFAULT_STRATEGY.name
+    strategy: str
     parameters: dict[str, str] = {}
     chunk_sizes_tokens: list[int] = []
 

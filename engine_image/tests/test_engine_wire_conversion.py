@@ -77,7 +77,7 @@ def test_a_part_of_a_plan_is_checked_by_its_strategys_row():
     )
     command = wire_conversion.configure_command(message, 4, is_leaving=False)
     assert command == core_messages.ConfigureCommand(
-        generation=4, role="P-heavy", chunk_size_tokens=99, is_draining=True
+        generation=4, role="P-heavy", chunk_size_tokens=99, is_draining=True, strategy="taichi"
     )
     message.strategy_parameters["watermark_percent"] = "90"
     message.chunk_sizes_tokens.extend((99, 512))

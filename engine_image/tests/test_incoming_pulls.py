@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sluice_core.scheduling.engine_policy import RequestKind
-from sluice_core.strategies import DEFAULT_STRATEGY
+from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
 from sluice_engine.core_messages import NUM_TOKENS_KEY, PulledPart, RequestExtras
 from sluice_engine.kv_transfer.incoming_pulls import PULL_START_S, IncomingPulls
@@ -40,7 +40,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.connector: Any = Connector()
-        self.tracker = RequestTracker(DEFAULT_STRATEGY.make_engine(StrategyParameters()))
+        self.tracker = RequestTracker(get_strategy("taichi").make_engine(StrategyParameters()))
         self.told: list[PulledPart] = []
         self.pulls = IncomingPulls(self.connector, self.tracker, self.told.append, BLOCK)
 

@@ -11,7 +11,7 @@ from test_grant_table import Pool
 from sluice_core.kv_blocks import KvBlocks
 from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.scheduling.engine_policy import RequestKind
-from sluice_core.strategies import DEFAULT_STRATEGY, get_strategy
+from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
 from sluice_engine.core_messages import ConfigureCommand, RequestExtras, SchedulerLoad
 from sluice_engine.kv_transfer.grants import GrantTable
@@ -41,7 +41,7 @@ def make_request(name: str, num_tokens: int = 300, num_computed_tokens: int = 0,
 
 
 def make_tracker() -> RequestTracker:
-    return RequestTracker(DEFAULT_STRATEGY.make_engine(StrategyParameters()))
+    return RequestTracker(get_strategy("taichi").make_engine(StrategyParameters()))
 
 
 def add(
@@ -194,7 +194,7 @@ def test_the_load_says_what_waits_runs_and_has_moved() -> None:
     tracker.decode_context_tokens = 310
     pulls: Any = SimpleNamespace(bytes_per_s=5e6, num_moved_in=4, num_recomputed=5)
     hand_offs: Any = SimpleNamespace(num_moved_out=6)
-    plan = ConfigureCommand(generation=9, role="D-heavy", chunk_size_tokens=256, is_draining=True)
+    plan = ConfigureCommand(generation=9, role="D-heavy", chunk_size_tokens=256, is_draining=True, strategy="taichi")
     kv = KvBlocks(total=99, used=50, granted=7, pinned=8)
     expected = SchedulerLoad(
         queued_prefill_tokens=300,
@@ -242,7 +242,7 @@ def test_the_load_says_which_prompts_go_behind_all_others_and_when_the_others_ar
             )
         )
     none: Any = SimpleNamespace(bytes_per_s=0.0, num_moved_in=0, num_recomputed=0, num_moved_out=0)
-    plan = ConfigureCommand(generation=9, role="P-heavy", chunk_size_tokens=256, is_draining=False)
+    plan = ConfigureCommand(generation=9, role="P-heavy", chunk_size_tokens=256, is_draining=False, strategy="sluice")
 
     def measure(now_s: float) -> tuple[object, ...]:
         load = measure_load(
@@ -330,7 +330,9 @@ class Room:
         )
 
     def renew(self, chunk_size_tokens: int = 256, now_s: float = NOW_S, *, last: int = 256, **plan: Any) -> int:
-        command = ConfigureCommand(generation=1, role="D-heavy", chunk_size_tokens=chunk_size_tokens, **plan)
+        command = ConfigureCommand(
+            generation=1, role="D-heavy", chunk_size_tokens=chunk_size_tokens, strategy="taichi", **plan
+        )
         return self.room.renew(command, last, now_s).prefill_budget_tokens
 
 

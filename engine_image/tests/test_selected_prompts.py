@@ -12,7 +12,7 @@ from sluice_core.kv_blocks import KvBlocks
 from sluice_core.latency import OnlineLatencyModel
 from sluice_core.records import IterationShape
 from sluice_core.scheduling.engine_policy import PrefillSelector, RequestKind
-from sluice_core.strategies import DEFAULT_STRATEGY
+from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
 from sluice_engine.core_messages import IterationReport
 from sluice_engine.request_tracker import RequestTracker
@@ -87,7 +87,7 @@ class Table:
     """Prompts of an engine: each waits, or has started, as a test says."""
 
     def __init__(self, *, waiting: Sequence[str] = "", started: Sequence[str] = "", selects: bool = True) -> None:
-        self.tracker = RequestTracker(DEFAULT_STRATEGY.make_engine(StrategyParameters()))
+        self.tracker = RequestTracker(get_strategy("taichi").make_engine(StrategyParameters()))
         self.free_blocks = 4
         usage: Any = SimpleNamespace(measure=lambda: KvBlocks(total=self.free_blocks, used=0))
         self.selection = PrefillSelection(self.tracker, usage)
@@ -107,7 +107,7 @@ class Table:
                 selector.latency = latency
             return selector
 
-        policy = DEFAULT_STRATEGY.make_engine(StrategyParameters())
+        policy = get_strategy("taichi").make_engine(StrategyParameters())
         self.selection.adopt(SimpleNamespace(make_selector=make, order_key=policy.order_key))  # type: ignore[arg-type]
 
     def renew(self, *selected: str, has_seat: bool = True) -> None:

@@ -52,6 +52,7 @@ def make_spec(**changes: object) -> object:
         "replicas": 4,
         "prefillHeavy": "50%",
         "chunkSizes": {"prefillHeavy": 512, "decodeHeavy": 64},
+        "strategy": "TaiChi",
         "slo": {"ttftMilliseconds": 2000, "tpotMilliseconds": 100},
         "model": {"name": "m", "source": {"persistentVolumeClaim": {"claimName": "models"}}},
         "autotune": {"mode": "Apply", "bounds": BOUNDS, "cooldownSeconds": int(COOLDOWN_S)},

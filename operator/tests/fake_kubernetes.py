@@ -385,6 +385,7 @@ def make_cluster(name: str = "tiny", **spec: Any) -> Object:
             "replicas": 4,
             "prefillHeavy": "50%",
             "chunkSizes": {"prefillHeavy": 512, "decodeHeavy": 64},
+            "strategy": "TaiChi",
             "slo": {"ttftMilliseconds": 2000, "tpotMilliseconds": 200},
             "model": {"name": "tiny", "source": {"persistentVolumeClaim": {"claimName": "models", "path": "tiny"}}},
             "engine": {"maxBatchTokens": 2048, "drainTimeoutSeconds": 30},

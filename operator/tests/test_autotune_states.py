@@ -417,7 +417,7 @@ def test_sliders_come_back_from_one_engine_and_from_none_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("tuned", "words"),
     [
-        (None, "; strategy Auto is TaiChi, the default"),
+        (None, "; strategy Auto is Sluice, the default"),
         (replace(FOR_LONG, strategy="sluice"), "; strategy Auto is Sluice, as a search chose"),
     ],
 )

@@ -28,6 +28,7 @@ CONTENT: dict[str, Any] = {
         "replicas": 3,
         "prefillHeavy": 1,
         "chunkSizes": {"prefillHeavy": 512, "decodeHeavy": 64},
+        "strategy": "TaiChi",
         "slo": {
             "ttftMilliseconds": 500,
             "tpotMilliseconds": 50,

@@ -42,7 +42,7 @@ DEFAULTS = {
     "chunkSizes.decodeHeavy": 256,
     "slo.attainment": "90%",
     "slo.classes": [],
-    "strategy": "TaiChi",
+    "strategy": "Sluice",
     "parameters.watermarkPercent": 95,
     "parameters.approachingFactorPercent": 96,
     "parameters.earlyRejection": "Off",
@@ -205,13 +205,19 @@ def test_missing_required_fields_are_refused(path: str) -> None:
 
 def test_all_problems_are_named_at_once() -> None:
     content = edit("spec.replicas", 1)
-    content["spec"]["chunkSizes"] = {"prefillHeavy": 9000, "decodeHeavy": 0}
+    content["spec"] |= {"strategy": "TaiChi", "chunkSizes": {"prefillHeavy": 9000, "decodeHeavy": 0}}
     assert len(problems(content)) == 2
 
 
 @pytest.mark.parametrize(
     ("replicas", "strategy", "decode_heavy", "is_allowed"),
-    [(1, "TaiChi", 64, True), (1, "TaiChi", 0, False), (1, "Aggregated", 0, True), (1, "Disaggregated", 64, False)],
+    [
+        (1, "TaiChi", 64, True),
+        (1, "TaiChi", 0, False),
+        (1, "Aggregated", 0, True),
+        (1, "Sluice", 0, True),
+        (1, "Disaggregated", 64, False),
+    ],
 )
 def test_engines_without_prefills_need_another_one(
     replicas: int, strategy: str, decode_heavy: int, *, is_allowed: bool

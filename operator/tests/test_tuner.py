@@ -140,9 +140,9 @@ async def test_auto_is_the_default_until_a_search_has_chosen_and_returns_when_at
     tuned.answer = make_answer(FOUND_FLOWPREFILL)
     tuned.world.routers.samples = []
     await tuned.world.settle()
-    assert (tuned.world.plan.strategy, tuned.world.status["effective"]["strategy"]) == ("taichi", "TaiChi")
+    assert (tuned.world.plan.strategy, tuned.world.status["effective"]["strategy"]) == ("sluice", "Sluice")
     assert tuned.condition == ("False", "NoSample")
-    assert tuned.world.message("Autotuned").endswith("; strategy Auto is TaiChi, the default")
+    assert tuned.world.message("Autotuned").endswith("; strategy Auto is Sluice, the default")
     before, template, uids = tuned.chunks, tuned.world.deployment()["spec"], tuned.world.engine_uids
 
     tuned.world.routers.samples = make_samples(2000)
@@ -159,14 +159,14 @@ async def test_auto_is_the_default_until_a_search_has_chosen_and_returns_when_at
     await tuned.run(3)
     assert tuned.world.plan.strategy == "flowprefill"
     await tuned.run(20, share=0.2)
-    assert (tuned.world.plan.strategy, tuned.chunks) == ("taichi", before)
+    assert (tuned.world.plan.strategy, tuned.chunks) == ("sluice", before)
     assert tuned.condition == ("False", "Returned")
-    assert tuned.world.message("Autotuned").endswith("; strategy Auto is TaiChi, the default")
+    assert tuned.world.message("Autotuned").endswith("; strategy Auto is Sluice, the default")
 
 
 @pytest.mark.parametrize(
     ("mode", "reason", "strategies"),
-    [("Recommend", "Recommended", ("taichi", "FlowPrefill")), ("Disabled", "Off", ("taichi", None))],
+    [("Recommend", "Recommended", ("sluice", "FlowPrefill")), ("Disabled", "Off", ("sluice", None))],
 )
 async def test_auto_changes_nothing_outside_apply(mode: str, reason: str, strategies: tuple[str, str | None]) -> None:
     tuned = Tuned(strategy="Auto", autotune={"mode": mode})
@@ -175,7 +175,7 @@ async def test_auto_changes_nothing_outside_apply(mode: str, reason: str, strate
     recommended = tuned.world.status.get("recommended", {}).get("strategy")
     assert (tuned.world.plan.strategy, recommended) == strategies
     assert tuned.condition == ("False", reason)
-    assert tuned.world.message("Autotuned").endswith("; strategy Auto is TaiChi, the default")
+    assert tuned.world.message("Autotuned").endswith("; strategy Auto is Sluice, the default")
 
 
 async def test_a_users_strategy_wins_over_the_tuners() -> None:

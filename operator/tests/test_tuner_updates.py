@@ -58,6 +58,7 @@ class Tuned:
             "metadata": {"name": "m"},
             "spec": {
                 "replicas": 4,
+                "strategy": "TaiChi",
                 "slo": {"ttftMilliseconds": 4000, "tpotMilliseconds": 70},
                 "model": {"name": "m", "source": {"persistentVolumeClaim": {"claimName": "models"}}},
                 "engine": emulation,

@@ -52,6 +52,7 @@ def make_spec(**changes: object) -> object:
     spec = {
         "replicas": 2,
         "chunkSizes": {"prefillHeavy": 8192, "decodeHeavy": 512},
+        "strategy": "TaiChi",
         "slo": {"ttftMilliseconds": 4000, "tpotMilliseconds": 70},
         "model": {"name": "m", "source": {"persistentVolumeClaim": {"claimName": "models"}}},
         "autotune": APPLY,

@@ -26,7 +26,7 @@ from sluice_cli.output.simulation_table import make_results_table
 from sluice_cli.simulation.cluster_spec import ClusterFlags, choose_cluster_spec
 from sluice_cli.simulation.seed_runs import SeedRun, make_simulation_report, simulate_seeds
 from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
-from sluice_core.strategies import STRATEGIES
+from sluice_core.strategies import DEFAULT_STRATEGY, STRATEGIES
 from sluice_operator.api.manifest import parse_manifest, read_manifest_text
 
 
@@ -35,7 +35,7 @@ from sluice_operator.api.manifest import parse_manifest, read_manifest_text
 @model_option
 @gpu_option
 @click.option("--tensor-parallel", type=click.IntRange(1, 64), help="GPUs per engine.  [default: 1]")
-@click.option("--strategy", help=f"{', '.join(STRATEGIES)}.  [default: taichi]")
+@click.option("--strategy", help=f"{', '.join(STRATEGIES)}.  [default: {DEFAULT_STRATEGY.name}]")
 @click.option("--engines", metavar="NxCHUNK[,NxCHUNK]", help="P-heavy engines, then D-heavy ones: 2x1024,2x256.")
 @trace_option
 @ttft_option

@@ -13,7 +13,7 @@ from sluice_cli.simulation.simulation_settings import AHEAD, SimulationSettings,
 from sluice_core.latency.known_gpus import parse_gpus
 from sluice_core.records import Slo, SloClass
 from sluice_core.scheduling.router_wait_limit import ROUTER_WAIT_LIMIT_S
-from sluice_core.strategies import PARAMETERS
+from sluice_core.strategies import DEFAULT_STRATEGY, PARAMETERS
 from sluice_core.strategy_parameters import read_parameters
 from sluice_operator.api.sliders import resolve_sliders, resolve_strategy, write_parameters
 
@@ -218,7 +218,7 @@ def _make_flags_spec(flags: ClusterFlags, also_required: Mapping[str, object]) -
         model=str(flags.model),
         gpu=str(flags.gpu),
         tensor_parallel=1,
-        strategy="taichi",
+        strategy=DEFAULT_STRATEGY.name,
         engines=(),
         slo=Slo(ttft_s=0, tpot_s=0),
     )

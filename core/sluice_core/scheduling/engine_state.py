@@ -308,3 +308,30 @@ class EngineState:
     def num_committed_seqs(self) -> int:
         """Decodes that run or may arrive by own grant requests."""
         return self.load.running_decodes + len(self.pending_grants)
+
+
+def count_placement(view: EngineView, state: EngineState, blocks: int, later: tuple[Passable, ...]) -> EngineView:
+    """Make the view after a placement that took ``blocks``. Spelled out: ``_replace`` takes three times as long."""
+    return EngineView(
+        engine_id=view.engine_id,
+        role=view.role,
+        queued_prefill_tokens=state.queued_prefill_tokens,
+        free_at_s=state.free_at_s,
+        late_s=view.late_s,
+        later=later,
+        per_token_s=view.per_token_s,
+        per_work_s=view.per_work_s,
+        per_iteration_s=view.per_iteration_s,
+        room_tokens=view.room_tokens,
+        kv_tokens=view.kv_tokens,
+        available_tokens=view.available_tokens - blocks * state.config.block_size_tokens,
+        num_seats=view.num_seats,
+        available_seqs=view.available_seqs - 1,
+        late_tokens=view.late_tokens,
+        late_requests=view.late_requests,
+        transfer_latency_s=view.transfer_latency_s,
+        transfer_per_token_s=view.transfer_per_token_s,
+        is_proven=view.is_proven,
+        blocked_reason=view.blocked_reason,
+        is_of_others=view.is_of_others,
+    )

@@ -24,6 +24,7 @@ from sluice_core.scheduling.engine_state import (
     Entry,
     InFlight,
     Passable,
+    count_placement,
 )
 from sluice_core.scheduling.iteration_limits import IterationLimits, count_fitting_decodes, fit_prefill_budget
 
@@ -254,7 +255,7 @@ class EngineTable:
         view = state.view
         assert view is not None
         later = view.later if due_s == -math.inf else (*view.later, (due_s, allowed_s, execute_s))
-        self._publish_view(state, _count_placement(view, state, blocks, later))
+        self._publish_view(state, count_placement(view, state, blocks, later))
 
     def mark_submitted(self, engine_id: EngineId, request_id: RequestId, submit_number: int) -> None:
         """Note under which number a placement was sent; a report that includes the number drops it.
@@ -469,33 +470,6 @@ class EngineTable:
             del self._blocked[state.engine_id]
         self.num_of_others -= state.view.is_of_others
         state.view = None
-
-
-def _count_placement(view: EngineView, state: EngineState, blocks: int, later: tuple[Passable, ...]) -> EngineView:
-    """Make the view after a placement that took ``blocks``. Spelled out: ``_replace`` takes three times as long."""
-    return EngineView(
-        engine_id=view.engine_id,
-        role=view.role,
-        queued_prefill_tokens=state.queued_prefill_tokens,
-        free_at_s=state.free_at_s,
-        late_s=view.late_s,
-        later=later,
-        per_token_s=view.per_token_s,
-        per_work_s=view.per_work_s,
-        per_iteration_s=view.per_iteration_s,
-        room_tokens=view.room_tokens,
-        kv_tokens=view.kv_tokens,
-        available_tokens=view.available_tokens - blocks * state.config.block_size_tokens,
-        num_seats=view.num_seats,
-        available_seqs=view.available_seqs - 1,
-        late_tokens=view.late_tokens,
-        late_requests=view.late_requests,
-        transfer_latency_s=view.transfer_latency_s,
-        transfer_per_token_s=view.transfer_per_token_s,
-        is_proven=view.is_proven,
-        blocked_reason=view.blocked_reason,
-        is_of_others=view.is_of_others,
-    )
 
 
 def _is_proven(state: EngineState) -> bool:

@@ -17,7 +17,7 @@ from sluice_core.strategy_parameters import Parameter
 
 __all__ = ["DEFAULT_STRATEGY", "INITIAL_STRATEGY", "PARAMETERS", "STRATEGIES", "Strategy", "get_strategy"]
 
-DEFAULT_STRATEGY: Strategy = TAICHI
+DEFAULT_STRATEGY: Strategy = SLUICE
 # In force on an engine before its first plan: nothing moves.
 INITIAL_STRATEGY: Strategy = AGGREGATED
 STRATEGIES: dict[str, Strategy] = {

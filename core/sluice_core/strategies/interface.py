@@ -142,6 +142,11 @@ class SliderUse:
     decode_tokens: int | None = None
 
     @property
+    def varies_any(self) -> bool:
+        """There is something to tune."""
+        return self.varies_ratio or self.varies_prefill_tokens or self.varies_decode_tokens
+
+    @property
     def has_roles(self) -> bool:
         """Engines differ; without roles all have the chunk size of P-heavy ones."""
         return self.varies_ratio

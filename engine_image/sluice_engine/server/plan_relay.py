@@ -12,6 +12,7 @@ import msgspec
 
 from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import plan_pb2
+from sluice_core.strategies import INITIAL_STRATEGY
 from sluice_engine.core_messages import ConfigureCommand
 from sluice_engine.server import wire_conversion
 
@@ -29,7 +30,9 @@ class PlanRelay:
     def __init__(self, chunk_size_tokens: int) -> None:
         self._in_force = wire.Configured()
         self._newest: tuple[str, int] = ("", 0)
-        self._command = ConfigureCommand(generation=0, role="D-heavy", chunk_size_tokens=chunk_size_tokens)
+        self._command = ConfigureCommand(
+            generation=0, role="D-heavy", chunk_size_tokens=chunk_size_tokens, strategy=INITIAL_STRATEGY.name
+        )
         self._is_leaving = False
 
     @property

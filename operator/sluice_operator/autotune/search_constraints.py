@@ -127,8 +127,7 @@ def make_constraints(spec: ServingClusterSpec) -> SearchConstraints:
     if constraints.strategy == "aggregated":
         count = str(sliders.num_prefill_heavy)
         return replace(constraints, prefill_heavy=(count, count), decode_tokens=constraints.prefill_tokens)
-    sliders_used = get_strategy(constraints.strategy).sliders
-    if not (sliders_used.varies_ratio or sliders_used.varies_prefill_tokens or sliders_used.varies_decode_tokens):
+    if not get_strategy(constraints.strategy).sliders.varies_any:
         count = str(sliders.num_prefill_heavy)
         return replace(
             constraints, prefill_heavy=(count, count), prefill_tokens=(most, most), decode_tokens=(most, most)

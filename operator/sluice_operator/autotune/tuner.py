@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sluice_core.strategies import get_strategy
 from sluice_operator.api.condition_types import Reason
-from sluice_operator.api.sliders import AUTO, resolve_sliders, scale_sliders
+from sluice_operator.api.sliders import AUTO, resolve_sliders, resolve_strategy, scale_sliders
 from sluice_operator.autotune import decision
 from sluice_operator.autotune.condition import describe_status
 from sluice_operator.autotune.engine_facts import find_engine_facts
@@ -170,7 +170,12 @@ class Tuner:
             return None, (Reason.NO_SAMPLE, "there are no engines until a request arrives")
         constraints = make_constraints(spec)
         if constraints.is_fixed:
+            strategy = resolve_strategy(spec)
             message = "autotune.bounds leave no slider a choice; name bounds of one that the strategy uses"
+            if not strategy.sliders.varies_any:
+                message = (
+                    f"strategy {strategy.title} has no sliders; strategy Auto lets a search choose among strategies"
+                )
             return None, (Reason.NOTHING_TO_TUNE, message)
         workload = read_workload(statuses)
         if workload is None:

@@ -39,19 +39,19 @@ class SpecFields(ManifestModel):
     """Most tokens that one iteration processes, decodes included, by role. In force without a restart."""
     slo: Annotated[SloSpec, FieldEffect.LIVE]
     """Latency objectives. In force without a restart, for requests that arrive from then on."""
-    strategy: Annotated[StrategyName, FieldEffect.LIVE] = "TaiChi"
-    """How the sliders are used; in force without a restart. TaiChi uses them as given.
-    Aggregated gives every engine chunkSizes.prefillHeavy and decodes in place.
-    Sluice gives every engine engine.maxBatchTokens and sizes each iteration by what decodes can spare.
-    EcoServe gives every engine engine.maxBatchTokens for iterations of prefills, in which decodes wait.
+    strategy: Annotated[StrategyName, FieldEffect.LIVE] = "Sluice"
+    """How engines share prefills and decodes; in force without a restart.
+    Sluice gives every engine engine.maxBatchTokens and sizes each iteration by what decodes can spare; it has no
+    sliders. TaiChi uses the sliders as given. Aggregated gives every engine chunkSizes.prefillHeavy and decodes in
+    place. EcoServe gives every engine engine.maxBatchTokens for iterations of prefills, in which decodes wait.
     DynaServe gives every engine engine.maxBatchTokens, sizes each iteration by its target for the time between tokens,
     and splits a request between two engines where that balances them.
     Disaggregated gives P-heavy engines engine.maxBatchTokens and D-heavy engines no prefills;
-    docs/internals/strategies.md says how it follows DistServe. FlowPrefill uses them as given;
+    docs/internals/strategies.md says how it follows DistServe. FlowPrefill uses the sliders as given;
     the prompt whose TTFT objective ends first preempts others where an iteration ends, so smaller chunk sizes
     let it in sooner.
     Auto lets the search of autotune choose the strategy with its sliders; in mode Apply it changes live.
-    Until a search has chosen, and outside mode Apply, Auto is TaiChi; the condition Autotuned says which it is."""
+    Until a search has chosen, and outside mode Apply, Auto is Sluice; the condition Autotuned says which it is."""
     parameters: Annotated[ParametersSpec, FieldEffect.LIVE] = ParametersSpec()
     """Parameters of the strategies. In force without a restart."""
     model: Annotated[ModelSpec, FieldEffect.RESTARTS_ALL]
