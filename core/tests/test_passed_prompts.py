@@ -9,8 +9,8 @@ from test_simulation import make_engines
 from test_slack_strategy import assign, make_prefill, make_table
 
 from sluice_core.records import Place, RequestId, Slo
-from sluice_core.scheduling.engine_policy import DuePrefills, PrefillSelector
-from sluice_core.scheduling.engine_state import EngineLoad, get_view
+from sluice_core.scheduling.engine_policy import PrefillSelector
+from sluice_core.scheduling.engine_state import DuePrefills, EngineLoad, get_view
 from sluice_core.scheduling.prefill_order.deadline_selection import DUE_STEP_S, MOST_DUE
 from sluice_core.scheduling.waiting_order import PRIORITY_HEAD_START_S
 from sluice_core.sim.sim_setup import Arrival, Cell, RouterSetup, SimOptions

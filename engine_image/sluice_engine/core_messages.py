@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from sluice_core.scheduling.engine_policy import DuePrefills  # noqa: TC001 - msgspec looks it up
+from sluice_core.scheduling.engine_state import DuePrefills  # noqa: TC001 - msgspec looks it up
 from sluice_core.strategies.interface import Need
 
 # Name of the EngineCore utility that carries commands.

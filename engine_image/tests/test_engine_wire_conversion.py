@@ -14,7 +14,7 @@ from sluice.v1 import engine_pb2 as wire
 from sluice.v1 import plan_pb2, sampling_pb2
 from sluice.wire_fields import constraint_names
 from sluice_core.records import MoveCause, Role
-from sluice_core.scheduling.engine_policy import DuePrefills
+from sluice_core.scheduling.engine_state import DuePrefills
 from sluice_engine import core_encoding, core_messages
 from sluice_engine.errors import SubmitRefusedError
 from sluice_engine.server import wire_conversion

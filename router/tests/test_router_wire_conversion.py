@@ -11,8 +11,7 @@ from fake_engine import make_plan
 
 from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice_core.records import EngineId, EnginePlan, MoveCause, Role, Slo, SloClass
-from sluice_core.scheduling.engine_policy import DuePrefills
-from sluice_core.scheduling.engine_state import EngineLoad
+from sluice_core.scheduling.engine_state import DuePrefills, EngineLoad
 from sluice_core.strategies import STRATEGIES
 from sluice_core.strategy_parameters import EarlyRejection
 from sluice_router.scheduling import wire_conversion

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from sluice_core.latency import LatencyModel
 from sluice_core.records import IterationShape, MoveCause, MoveProposal, RequestId, Role
 from sluice_core.scheduling.decode_set import DecodeSet
+from sluice_core.scheduling.engine_state import DuePrefills
 
 
 class RequestKind(IntEnum):
@@ -183,24 +184,6 @@ class LatePrefills(NamedTuple):
 
 
 NONE_LATE: Final = LatePrefills()
-
-
-class DuePrefills(NamedTuple):
-    """Prompts that an engine computes by deadline: a new one of a shorter objective that is due sooner passes them.
-
-    Args:
-        due_s: They are due no sooner, priorities counted; on the clock of whoever reads it.
-        allowed_s: From their arrival until then, at least.
-        requests: The prompts.
-        tokens: Their tokens that are not computed.
-        attention_work: Of these tokens, as in ``IterationShape``.
-    """
-
-    due_s: float
-    allowed_s: float
-    requests: int
-    tokens: int
-    attention_work: float
 
 
 class PrefillSelector:

@@ -8,7 +8,6 @@ from typing import NamedTuple, TypeAlias
 
 from sluice_core.latency import LatencyModel
 from sluice_core.records import EngineId, RequestId, Role
-from sluice_core.scheduling.engine_policy import DuePrefills
 
 
 class EngineConfig(NamedTuple):
@@ -27,6 +26,24 @@ class EngineConfig(NamedTuple):
     max_num_seqs: int
     max_batch_tokens: int
     cuts_prompts: bool = False
+
+
+class DuePrefills(NamedTuple):
+    """Prompts that an engine computes by deadline: a new one of a shorter objective that is due sooner passes them.
+
+    Args:
+        due_s: They are due no sooner, priorities counted; on the clock of whoever reads it.
+        allowed_s: From their arrival until then, at least.
+        requests: The prompts.
+        tokens: Their tokens that are not computed.
+        attention_work: Of these tokens, as in ``IterationShape``.
+    """
+
+    due_s: float
+    allowed_s: float
+    requests: int
+    tokens: int
+    attention_work: float
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,8 +7,7 @@ import math
 from sluice.v1 import engine_pb2, plan_pb2, sampling_pb2
 from sluice.wire_fields import names_by_value
 from sluice_core.records import EngineId, EnginePlan, IterationShape, MoveCause, OwnerLimits, Plan, Role, Slo, SloClass
-from sluice_core.scheduling.engine_policy import DuePrefills
-from sluice_core.scheduling.engine_state import EngineLoad
+from sluice_core.scheduling.engine_state import DuePrefills, EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig
 from sluice_core.strategies import get_strategy
 from sluice_router.scheduling.entities import LiveRequest

@@ -6,7 +6,8 @@ import math
 from typing import Final
 
 from sluice_core.records import RequestId
-from sluice_core.scheduling.engine_policy import NONE_LATE, DuePrefills, EngineBatch, LatePrefills
+from sluice_core.scheduling.engine_policy import NONE_LATE, EngineBatch, LatePrefills
+from sluice_core.scheduling.engine_state import DuePrefills
 from sluice_core.scheduling.prefill_order.ordered_selection import OrderedSelector
 
 # Prompts that are due within one step are reported as one, and of later ones no more than so many.
