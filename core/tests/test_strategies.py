@@ -117,9 +117,9 @@ def test_a_row_says_what_the_sliders_of_a_spec_mean(name, chunks):
 def test_an_engine_that_lacks_what_a_strategy_needs_refuses_it_by_name():
     demanding = replace(DEFAULT_STRATEGY, needs=frozenset({Need.SPLIT, Need.PARTS}))
     demanding.check_capabilities(frozenset(Need))
-    with pytest.raises(ValueError, match="strategy 'taichi' needs parts, split; this engine offers none of these"):
+    with pytest.raises(ValueError, match="strategy 'sluice' needs parts, split; this engine offers none of these"):
         demanding.check_capabilities(frozenset())
-    with pytest.raises(ValueError, match="strategy 'taichi' needs split; this engine offers parts"):
+    with pytest.raises(ValueError, match="strategy 'sluice' needs split; this engine offers parts"):
         demanding.check_capabilities(frozenset({Need.PARTS}))
 
 
