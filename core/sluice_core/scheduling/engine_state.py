@@ -100,6 +100,8 @@ class EngineLoad:
         return self.queued_requests - self.late_requests
 
 
+# A queued prompt that others pass: when it is due on the caller's clock, the time from its arrival until then, and how
+# long it takes.
 Passable: TypeAlias = tuple[float, float, float]
 
 
@@ -114,7 +116,7 @@ class EngineView:
         queued_prefill_tokens: Its queue, own placements included.
         free_at_s: When the queue is empty but for what goes behind all others, on the caller's clock.
         late_s: How long that takes.
-        later: Of queued prompts that others pass: when they are due, from their arrival until then, how long they take.
+        later: The queued prompts that others pass, own placements included.
         per_token_s: Prefill time per token.
         per_work_s: Prefill time per token pair of attention.
         per_iteration_s: Time of each iteration beside its prefill tokens.

@@ -355,7 +355,7 @@ class EngineTable:
             state.queued_prefill_tokens += placement.tokens
             state.free_at_s = max(placement.placed_at_s, state.free_at_s) + placement.execute_s
             state.reserved_kv_blocks += placement.blocks
-        self._publish_view(state, self._make_view(state))
+        self._publish_view(state, self._make_view(state, queue_s / max(1, timely_tokens)))
 
     def _estimate_queue_s(self, state: EngineState, tokens: int, attention_work: float, num_prompts: int) -> float:
         """Estimate how long reported prompts take beside the decodes."""
@@ -371,17 +371,14 @@ class EngineTable:
             decode_context_tokens=context_tokens,
         )
 
-    def _list_later(self, state: EngineState) -> tuple[Passable, ...]:
-        """List when queued prompts are due that others may pass, and how long they take."""
-        later = [
-            (due.due_s, due.allowed_s, self._estimate_queue_s(state, due.tokens, due.attention_work, due.requests))
-            for due in state.load.due
-        ]
+    def _list_later(self, state: EngineState, token_s: float) -> tuple[Passable, ...]:
+        """List the queued prompts that others may pass; those that are reported take ``token_s`` per token."""
+        later = [(due.due_s, due.allowed_s, due.tokens * token_s) for due in state.load.due]
         later += [(each.due_s, each.allowed_s, each.execute_s) for each in state.in_flight.values() if each.is_passed]
         return tuple(later)
 
-    def _make_view(self, state: EngineState) -> EngineView:
-        """Gather what a placement needs to know of an engine."""
+    def _make_view(self, state: EngineState, queued_token_s: float) -> EngineView:
+        """Gather what a placement needs to know of an engine; ``queued_token_s`` is what a queued token takes."""
         load = state.load
         transfers = not self._has_uniform_chunk_size and state.role is Role.PREFILL_HEAVY
         rate = self.pull_bytes_per_s or DEFAULT_TRANSFER_BYTES_PER_S
@@ -396,7 +393,7 @@ class EngineTable:
             queued_prefill_tokens=state.queued_prefill_tokens,
             free_at_s=state.free_at_s,
             late_s=state.late_s,
-            later=self._list_later(state),
+            later=self._list_later(state, queued_token_s),
             per_token_s=prefill.per_token_s,
             per_work_s=prefill.per_work_s,
             per_iteration_s=prefill.per_iteration_s,
