@@ -52,6 +52,7 @@ import signal, sys
 from pathlib import Path
 from testbed.cluster import run_testbed
 from testbed.settings import make_settings
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it from birth
 with run_testbed(make_settings(folder=Path(sys.argv[1]), first_port=int(sys.argv[2]), has_real_node=False)) as testbed:
     print("up", flush=True)
     signal.pause()
