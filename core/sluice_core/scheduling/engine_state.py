@@ -252,23 +252,17 @@ def get_queue_rank(entry: Entry) -> tuple[int, int]:
 class InFlight:
     """An own placement that no report includes yet; mutable, changed by ``EngineTable`` only."""
 
-    __slots__ = ("allowed_s", "blocks", "due_s", "execute_s", "placed_at_s", "submit_number", "tokens")
+    __slots__ = ("blocks", "execute_s", "passable", "placed_at_s", "submit_number", "tokens")
 
     def __init__(
-        self, *, placed_at_s: float, tokens: int, execute_s: float, blocks: int, due_s: float, allowed_s: float
+        self, *, placed_at_s: float, tokens: int, execute_s: float, blocks: int, passable: Passable | None
     ) -> None:
         self.submit_number: int | None = None
         self.placed_at_s = placed_at_s
         self.tokens = tokens
         self.execute_s = execute_s
         self.blocks = blocks
-        self.due_s = due_s
-        self.allowed_s = allowed_s
-
-    @property
-    def is_passed(self) -> bool:
-        """Whether prompts of shorter objectives pass it."""
-        return self.due_s > -math.inf
+        self.passable = passable
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

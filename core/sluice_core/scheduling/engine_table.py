@@ -224,8 +224,7 @@ class EngineTable:
         kv_tokens: int,
         execute_s: float,
         is_recovery: bool,
-        due_s: float = -math.inf,
-        allowed_s: float = 0.0,
+        passable: Passable | None = None,
     ) -> None:
         """Count a prefill that was just placed; placement policies call it themselves.
 
@@ -237,13 +236,12 @@ class EngineTable:
             kv_tokens: Tokens that its KV cache will hold.
             execute_s: E, in seconds.
             is_recovery: Counts against the cap on recoveries.
-            due_s: A prompt of a shorter objective that is due sooner passes it there; ``-math.inf``: none does.
-            allowed_s: From its arrival until then.
+            passable: How prompts see it that pass it there; None: none does.
         """
         state = self._states[engine_id]
         blocks = blocks_for_tokens(kv_tokens, state.config.block_size_tokens)
         state.in_flight[request_id] = InFlight(
-            placed_at_s=now, tokens=tokens, execute_s=execute_s, blocks=blocks, due_s=due_s, allowed_s=allowed_s
+            placed_at_s=now, tokens=tokens, execute_s=execute_s, blocks=blocks, passable=passable
         )
         if is_recovery:
             state.recovery_free_at_s = max(now, state.recovery_free_at_s) + execute_s / RECOVERY_SHARE
@@ -254,7 +252,7 @@ class EngineTable:
         state.reserved_kv_blocks += blocks
         view = state.view
         assert view is not None
-        later = view.later if due_s == -math.inf else (*view.later, (due_s, allowed_s, execute_s))
+        later = view.later if passable is None else (*view.later, passable)
         self._publish_view(state, count_placement(view, state, blocks, later))
 
     def mark_submitted(self, engine_id: EngineId, request_id: RequestId, submit_number: int) -> None:
@@ -374,7 +372,7 @@ class EngineTable:
     def _list_later(self, state: EngineState, token_s: float) -> tuple[Passable, ...]:
         """List the queued prompts that others may pass; those that are reported take ``token_s`` per token."""
         later = [(due.due_s, due.allowed_s, due.tokens * token_s) for due in state.load.due]
-        later += [(each.due_s, each.allowed_s, each.execute_s) for each in state.in_flight.values() if each.is_passed]
+        later += [each.passable for each in state.in_flight.values() if each.passable is not None]
         return tuple(later)
 
     def _make_view(self, state: EngineState, queued_token_s: float) -> EngineView:

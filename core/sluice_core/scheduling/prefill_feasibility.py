@@ -11,7 +11,7 @@ from typing import Final
 
 from sluice_core.latency import compute_attention_work, compute_prefill_s
 from sluice_core.records import EngineId, Hold, Place, PrefillRequest
-from sluice_core.scheduling.engine_state import EngineView, Entry, count_passed_s, get_view
+from sluice_core.scheduling.engine_state import EngineView, Entry, Passable, count_passed_s, get_view
 from sluice_core.scheduling.engine_table import RECOVERY_BURST_S, EngineTable
 from sluice_core.scheduling.waiting_order import find_allowed_s
 from sluice_core.strategy_parameters import EarlyRejection
@@ -165,20 +165,25 @@ class AssignPass:
         return self.now + queue_s + execute_s + transfer_s
 
     def place(
-        self,
-        request: PrefillRequest,
-        entry: Entry,
-        reason: str,
-        *,
-        is_feasible: bool,
-        due_s: float = -math.inf,
-        allowed_s: float = 0.0,
+        self, request: PrefillRequest, entry: Entry, reason: str, *, is_feasible: bool, is_passed: bool = False
     ) -> Place:
-        """Record a placement in the table and make the decision; the last two as in ``record_placement``."""
+        """Record a placement in the table and make the decision.
+
+        Args:
+            request: The prompt.
+            entry: Where it goes.
+            reason: Why.
+            is_feasible: Whether it will be in time.
+            is_passed: Whether prompts of shorter objectives that are due sooner pass it there.
+        """
         view = get_view(entry)
         engine_id = view.engine_id
         queue_s, execute_s, transfer_s = estimate_prefill(self.now, request, view)
         self.chosen = entry
+        passable: Passable | None = None
+        if is_passed:
+            allowed_s = find_allowed_s(request)
+            passable = request.arrival_s + allowed_s, allowed_s, execute_s
         self.engines.record_placement(
             engine_id,
             request.request_id,
@@ -187,8 +192,7 @@ class AssignPass:
             kv_tokens=request.prompt_tokens,
             execute_s=execute_s,
             is_recovery=request.is_recovery,
-            due_s=due_s,
-            allowed_s=allowed_s,
+            passable=passable,
         )
         return Place(
             request_id=request.request_id,

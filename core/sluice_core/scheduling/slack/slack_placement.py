@@ -25,7 +25,6 @@ from sluice_core.scheduling.prefill_placement import LengthAwarePlacement
 from sluice_core.scheduling.slack.decode_packing import DecodePacking
 from sluice_core.scheduling.slack.slack_waiting_order import WaitingOrder
 from sluice_core.scheduling.slack.usual_request import UsualRequest
-from sluice_core.scheduling.waiting_order import find_allowed_s
 from sluice_core.strategy_parameters import StrategyParameters
 
 # Requests for which another router's engine must have room beside a prompt: all routers see the seat that gets free,
@@ -83,15 +82,13 @@ class SlackPlacement(LengthAwarePlacement):
             return Hold(request_id=request.request_id, reason="late_binding")
         self.waiting_order.note_placed(assign_pass.now, request, done_s - max(free_at_s, assign_pass.now))
         self.usual.note_placed(request.prompt_tokens)
-        allowed_s = find_allowed_s(request)
         is_passed = is_feasible and not request.is_recovery and self.parameters.selects_by_slack
         return assign_pass.place(
             request,
             entry,
             "feasible" if is_feasible else "least_late",
             is_feasible=is_feasible,
-            due_s=request.arrival_s + allowed_s if is_passed else -math.inf,
-            allowed_s=allowed_s,
+            is_passed=is_passed,
         )
 
     def _hold_for_room(self, assign_pass: AssignPass, request: PrefillRequest, candidates: Sequence[Entry]) -> Hold:
@@ -104,11 +101,7 @@ class SlackPlacement(LengthAwarePlacement):
         return Hold(request_id=request.request_id, reason="seats" if is_passed else "kv")
 
     def _find_first_done(
-        self,
-        assign_pass: AssignPass,
-        request: PrefillRequest,
-        candidates: Sequence[Entry],
-        credit_s: float,
+        self, assign_pass: AssignPass, request: PrefillRequest, candidates: Sequence[Entry], credit_s: float
     ) -> Entry | None:
         """Find where a prompt is done first; None: nothing has the KV blocks and a seat.
 
