@@ -12,6 +12,8 @@ from sluice.v1 import control_pb2
 from sluice_operator.autoscaling.capacity_messages import CapacityPoint, CapacityRequest, CapacityResult
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sluice_operator.api.sliders import Sliders
     from sluice_operator.kubernetes.objects import Object
 
@@ -40,7 +42,7 @@ class Scaled:
         self.world.routers.num_fitted_iterations = 300
         self.requests: list[CapacityRequest] = []
         self.failure: Exception | None = None
-        self.sliders: Sliders | None = None
+        self.find_sliders: Callable[[int], Sliders] | None = None  # what a search finds for so many engines
         self._arrived = 0.0
 
     async def search(self, request: CapacityRequest) -> CapacityResult:
@@ -52,7 +54,7 @@ class Scaled:
                 CapacityPoint(
                     replicas=item.constraints.replicas,
                     goodput_rps=GOODPUT_RPS * item.constraints.replicas,
-                    sliders=self.sliders or item.in_force,
+                    sliders=self.find_sliders(item.constraints.replicas) if self.find_sliders else item.in_force,
                 )
                 for item in request.requests
             )

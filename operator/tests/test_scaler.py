@@ -258,13 +258,34 @@ async def find_none(request: object) -> object:
 async def test_sliders_of_the_new_size_are_in_force_with_it() -> None:
     scaled = Scaled(spec=TUNED)
     scaled.world.run_search = find_none
-    scaled.sliders = Sliders(num_prefill_heavy=1, prefill_heavy_tokens=2048, decode_heavy_tokens=32)
+    sliders = Sliders(num_prefill_heavy=1, prefill_heavy_tokens=2048, decode_heavy_tokens=32)
+    scaled.find_sliders = lambda _: sliders
     await scaled.run(60.0, 1.0)
     before = scaled.world.plan
     assert {part.chunk_size_tokens for part in before.engines} == {64, 512}, "on another size, not on this one"
     await scaled.run(120.0, 12.0)
     assert scaled.wanted >= 6
     assert {part.chunk_size_tokens for part in scaled.world.plan.engines} == {2048, 32}
+
+
+async def test_sliders_suit_the_engines_that_serve_until_new_ones_do() -> None:
+    """Chunk sizes change at once while new pods load, and again when they serve."""
+    scaled = Scaled(spec=TUNED)
+    scaled.world.run_search = find_none
+    await scaled.run(60.0, 1.0)
+
+    def find_sliders(replicas: int) -> Sliders:
+        return Sliders(num_prefill_heavy=1, prefill_heavy_tokens=2048 if replicas < 4 else 1024, decode_heavy_tokens=32)
+
+    scaled.find_sliders = find_sliders
+    scaled.world.kubernetes.broken_images |= {pod["spec"]["containers"][0]["image"] for pod in scaled.world.engines}
+    await scaled.run(120.0, 12.0)
+    assert scaled.wanted >= 6
+    assert {part.chunk_size_tokens for part in scaled.world.plan.engines} == {2048, 32}
+    for pod in scaled.world.engines:
+        pod["status"]["conditions"] = [{"type": "Ready", "status": "True"}]
+    await scaled.run(60.0, 12.0)
+    assert {part.chunk_size_tokens for part in scaled.world.plan.engines} == {1024, 32}
 
 
 async def test_sliders_that_may_be_tuned_from_now_on_are_searched_for() -> None:

@@ -2,6 +2,7 @@
 
 A burst above or below the hour's mean fades: the longer an engine takes to start, the less of it is expected to last.
 With a long start the hour's mean, its growth, and a headroom over both decide; with a short one the last minute does.
+Requests that may wait for their first token see no shortage of seconds: with a long objective the mean is a longer one.
 A rate that is another one for five minutes has changed: what came before says nothing any more.
 """
 
@@ -17,7 +18,9 @@ from sluice_core.autoscaling.demand_headroom import FIRST_HEADROOM, compute_head
 BIN_S = 15.0  # arrivals are counted in bins of so long
 MINUTE_S = 60.0  # what arrives now is the mean of so long
 HOUR_S = 3600.0  # what usually arrives is the mean of so long: a shorter one wavers, and each wave costs engines
-FADE_S = 100.0  # of a minute's distance from the hour's mean, 1 / e is left after so long
+# What comes a sixth too fast for six objectives waits for one objective: shorter shortages are waited out.
+_WAITED_OUT = 6.0
+FADE_S = 100.0  # of the recent rate's distance from the hour's mean, 1 / e is left after so long
 _TREND_S = 1500.0  # growth is that of so long
 _MOST_GROWTH = 1.5  # growth says no more than that of the hour's mean
 _SHORT_SHARE = 0.1  # share of the moments at which what is planned may be too little
@@ -37,6 +40,7 @@ class DemandForecast:
 
     Args:
         lead_s: How far ahead forecasts reach: as long as an engine takes to start.
+        ttft_slo_s: TTFT objective.
         short_share: Share of the moments at which what is planned may be too little, of leads up to five minutes.
         counts: Arrivals of each whole bin of ``BIN_S``, the newest last.
         bin_start_s: When the bin under way began; None: nothing was counted yet.
@@ -46,6 +50,7 @@ class DemandForecast:
     """
 
     lead_s: float
+    ttft_slo_s: float = 0.0
     short_share: float = _SHORT_SHARE
     counts: tuple[float, ...] = ()
     bin_start_s: float | None = None
@@ -73,6 +78,11 @@ class DemandForecast:
         return self._compute_rps(MINUTE_S)
 
     @property
+    def recent_rps(self) -> float:
+        """Arrivals per second of late: the mean of a minute, or of as long as requests wait a shortage out."""
+        return self._compute_rps(min(max(MINUTE_S, _WAITED_OUT * self.ttft_slo_s), _WINDOW_S))
+
+    @property
     def forecast_rps(self) -> float:
         """Arrivals per second to expect in ``lead_s``: the hour's and its growth, and what lasts of a burst."""
         usual = _mean(self.counts) / BIN_S
@@ -82,7 +92,7 @@ class DemandForecast:
             slope = max(_compute_slope(recent), 0.0) / BIN_S / BIN_S
             reach_s = self.lead_s + len(self.counts) * BIN_S / 2.0
             usual = min(usual + slope * reach_s, _MOST_GROWTH * usual)
-        return usual + math.exp(-self.lead_s / FADE_S) * (self.minute_rps - usual)
+        return usual + math.exp(-self.lead_s / FADE_S) * (self.recent_rps - usual)
 
     @property
     def quantile(self) -> float:
@@ -120,7 +130,7 @@ def _close_bin(demand: DemandForecast, count: float) -> DemandForecast:
     horizon = max(1, math.ceil(demand.lead_s / BIN_S))
     due, errors = demand.due, demand.errors
     if len(due) >= horizon and due[0] > 0.0:
-        errors = remember_error(errors, found.minute_rps / due[0])
+        errors = remember_error(errors, found.recent_rps / due[0])
     found = _forget_before_change(replace(found, due=due, errors=errors))
     return replace(found, due=(*found.due, found.forecast_rps)[-horizon:])
 

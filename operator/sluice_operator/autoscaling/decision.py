@@ -101,7 +101,7 @@ def decide(state: ScalerState, observation: ScalerObservation) -> ScalerState:
         state = replace(state, demand=demand, num_arrived=observation.num_arrived, began_s=now, active_s=now)
     # A router that is gone takes its counters along.
     new = max(0.0, observation.num_arrived - (state.num_arrived or 0.0))
-    demand = replace(state.demand, lead_s=observation.start_s).count(now, new)
+    demand = replace(state.demand, lead_s=observation.start_s, ttft_slo_s=observation.ttft_slo_s).count(now, new)
     active_s = now if new or observation.num_inside else state.active_s
     state = replace(state, demand=demand, num_arrived=observation.num_arrived, active_s=active_s)
     wanted = count_wanted(state, observation)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sluice_operator.api import names
-from sluice_operator.api.sliders import resolve_sliders
+from sluice_operator.api.sliders import resolve_sliders, scale_sliders
 from sluice_operator.autoscaling.scaler import ScalerInputs, apply_replicas
-from sluice_operator.autotune.tuner import TunerInputs
+from sluice_operator.autotune.tuner import TunerInputs, apply_sliders
 from sluice_operator.controller.rollout_step import SwitchOutcome, switch_models
 from sluice_operator.kubernetes.kinds import CONFIG_MAPS
 from sluice_operator.kubernetes.objects import uid_of
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sluice_core.records import EngineId
     from sluice_operator.api.condition_types import Failure
     from sluice_operator.api.serving_cluster import ServingCluster
+    from sluice_operator.autoscaling.scaler import Scaler
     from sluice_operator.controller.cluster_state import ClusterState
     from sluice_operator.controller.observation import ObservedRouters, ObservedState
     from sluice_operator.controller.preconditions import SpecVerdict
@@ -211,7 +212,19 @@ def _tune(
     )
     effective = state.tuner.update(state.tuner_inputs)
     state.scaler.search_if_due()
-    return effective
+    return effective if state.tuner.is_on_trial else _suit_serving(effective, observed, state.scaler, leaving)
+
+
+def _suit_serving(
+    effective: ServingCluster, observed: ObservedState, scaler: Scaler, leaving: Collection[EngineId]
+) -> ServingCluster:
+    """Returns the cluster with sliders that suit the engines that serve, which carry all the load until others do."""
+    replicas = effective.spec.replicas
+    serving = [pod for pod in observed.engines if pod.is_present and pod.is_ready and pod.engine_id not in leaving]
+    if not 0 < len(serving) < replicas:
+        return effective
+    sliders = scaler.find_sliders(len(serving))
+    return apply_sliders(effective, sliders and scale_sliders(sliders, len(serving), replicas))
 
 
 def _scale(
