@@ -223,12 +223,24 @@ async def test_engines_go_and_come_while_streams_run(cluster: PodCluster, known:
 
 
 async def test_clients_do_not_notice_a_deleted_engine_pod(cluster: PodCluster, known: Known) -> None:
+    """A spec that is refused meanwhile keeps the new pod from nothing: what was accepted before is in force for it."""
     before = set(cluster.engines)
     victim = next(iter(cluster.engines.values()))["metadata"]["name"]
 
     def act() -> None:
+        cluster.edit(prefillHeavy=2, engine={"podTemplate": {"spec": {"hostNetwork": True}}})
+        cluster.wait("SpecValid", "PodTemplateRefused")
         cluster.kubectl("delete", "pod", victim, "--timeout=90s")
         cluster.wait_ready("engine")
+        cluster.wait_for(
+            lambda: all(
+                {engine.engine_id for engine in status.engines} == set(cluster.engines)
+                and count_roles(status) == (1, 1)
+                for status in cluster.statuses()
+            ),
+            "the new engine beside the other one",
+        )
+        cluster.wait("Degraded", "SpecInvalid")
 
     _, fared = await stream_while(cluster, known, act)
     print(f"deleted an engine pod: {dict(fared)}")
