@@ -245,3 +245,20 @@ async def test_flapping_objectives_do_not_flap_the_sliders(cluster: PodCluster) 
     assert changes >= 1
     assert "CoolingDown" in reasons
     assert changes <= most_changes(duration_s)
+
+
+async def test_auto_serves_with_the_strategy_that_a_search_chose(cluster: PodCluster) -> None:
+    """Auto is the default strategy at first. The search then compares all of them on what was served, and one wins."""
+    tuning = Tuning(cluster)
+
+    def read_strategy() -> str:
+        return str(tuning.read()["effective"].get("strategy", ""))
+
+    async with keep_asking(cluster, QUESTIONS):
+        assert read_strategy() == "TaiChi"
+        await tuning.edit(strategy="Auto", slo=PATIENT, autotune={"cooldownSeconds": 1})
+        await tuning.wait("the default strategy, until a search has chosen", lambda: read_strategy() == "Sluice")
+        await tuning.wait_reason("what the search chose", "Tuned")
+        chosen = tuning.read()["recommended"]["strategy"]
+        await tuning.wait("the strategy that it chose", lambda: read_strategy() == chosen)
+    print(f"the search chose {chosen}: {tuning.read()['recommended']}")
