@@ -22,6 +22,8 @@ from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboar
 
 from sluice_engine.server.prometheus_metrics import EngineCollector
 from sluice_operator.api.condition_types import REASONS, ConditionType
+from sluice_operator.api.ports import MAX_WORKERS
+from sluice_operator.api.router_workers import control_port
 from sluice_operator.kubernetes.rbac import LEASE_RULES, NODE_RULES, RULES
 from sluice_operator.metrics import CONDITION_LABELS, OperatorMetrics
 from sluice_operator.settings import OperatorSettings
@@ -240,6 +242,12 @@ def test_bounds_are_those_of_the_operator() -> None:
     assert defaults.max_concurrent_upgrades == VALUES["maxConcurrentUpgrades"]
     assert (defaults.workers, defaults.resync_s) == (VALUES["workers"], VALUES["resyncSeconds"])
     assert (defaults.request_timeout_s, defaults.log_level) == (VALUES["requestTimeoutSeconds"], VALUES["logLevel"])
+
+
+def test_the_operator_may_reach_the_control_port_of_each_worker_that_a_router_can_have() -> None:
+    text = (CHART / "templates" / "operator_network_policy.yaml").read_text()
+    ((first, end),) = re.findall(r"range untilStep (\d+) (\d+) 1 ", text)
+    assert [*range(int(first), int(end))] == [control_port(worker) for worker in range(MAX_WORKERS)]
 
 
 def test_versions_and_default_images_are_the_product_s() -> None:
