@@ -148,13 +148,26 @@ def test_pods_are_restricted_and_have_no_token(template) -> None:
 
 
 def test_an_engine_has_time_to_start_and_to_drain() -> None:
-    template = engine_template(engine={"startupTimeoutSeconds": 301, "drainTimeoutSeconds": 77})
+    template = engine_template(
+        engine={"startupTimeoutSeconds": 301, "drainTimeoutSeconds": 77}, router={"drainTimeoutSeconds": 76}
+    )
     container = template["spec"]["containers"][0]
     probe = container["startupProbe"]
     assert probe["failureThreshold"] * probe["periodSeconds"] >= 301
     pre_stop = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     # The API server refuses a sleep that fills the grace period.
     assert template["spec"]["terminationGracePeriodSeconds"] == pre_stop + 77 + 15
+
+
+def test_engines_and_routers_that_end_at_once_have_the_same_time() -> None:
+    """A cluster that is deleted ends all its pods at once: engines must outlast the streams that routers allow."""
+    sections = {"engine": {"drainTimeoutSeconds": 30}, "router": {"drainTimeoutSeconds": 300}}
+    engine, router = engine_template(**sections), router_template(**sections)
+    grace_s = [template["spec"]["terminationGracePeriodSeconds"] for template in (engine, router)]
+    assert grace_s[0] >= grace_s[1] > 300
+    command = engine["spec"]["containers"][0]["command"]
+    # Where its routers stay, an engine still leaves in its own time.
+    assert command[command.index("--drain-timeout-s") + 1] == "30"
 
 
 def test_a_router_has_time_to_end_its_answers() -> None:
