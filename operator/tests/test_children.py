@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kubernetes.aio.client import models
 
 from sluice_operator.api.labels import RESTART_HASH_ANNOTATION
 from sluice_operator.api.manifest import check_manifest
+from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.resources.apply import is_applied
 from sluice_operator.resources.children import RenderInputs, render_children
 from sluice_operator.resources.deployments.engine_deployment import render_engines
@@ -221,6 +223,16 @@ def test_the_example_for_kind_runs_on_nodes_without_gpus_and_volumes() -> None:
         assert not any("persistentVolumeClaim" in volume for volume in pod["volumes"])
         amounts = [amount for kind in pod["containers"][0]["resources"].values() for amount in kind]
         assert set(amounts) <= {"cpu", "memory"}
+
+
+def test_each_patch_of_the_guide_for_kind_changes_the_sliders_that_are_in_force() -> None:
+    root = Path(__file__).parents[2]
+    manifest = yaml.safe_load((root / "examples" / "kind-emulated.yaml").read_text())
+    patches = re.findall(r"--type merge -p '(.+)'", (root / "docs" / "guides" / "kind.md").read_text())
+    before = resolve_sliders(check_manifest(manifest).spec)
+    assert patches
+    for patch in map(json.loads, patches):
+        assert resolve_sliders(check_manifest({**manifest, "spec": manifest["spec"] | patch["spec"]}).spec) != before
 
 
 def test_a_gpu_name_of_the_installation_replaces_no_pod() -> None:
