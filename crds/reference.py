@@ -42,7 +42,7 @@ that works. The [runbook](../guides/runbook.md) explains the conditions of the s
 \\* marks a required field. A change of a field is *live* or *restarts* pods:
 
 - *live*: it is in force in about a second, and no pod is replaced.
-- *restarts*: pods are replaced one at a time, while streams go on.
+- *restarts*: pods are replaced while streams go on, engines as [`rollout`](../guides/rollouts.md) allows.
 
 A rule that spans fields is listed below the table of its part, in the words of its refusal.
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from sluice_operator.api.condition_types import REASONS, ConditionType
+from sluice_operator.api.fields_and_defaults.model_spec import HuggingFaceSource
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.resources.deployments.engine_deployment import render_engines
 from sluice_router.api.error_statuses import ERROR_STATUSES
@@ -117,6 +118,35 @@ def test_manifests_that_are_shown_are_accepted_and_rendered(manifest: dict[str, 
 
 def test_manifests_are_shown() -> None:
     assert len(MANIFESTS) >= 2
+
+
+# What guides show of a spec, beside what every manifest needs.
+PARTS_OF_SPECS = [
+    pytest.param(yaml.safe_load(block)["spec"], id=f"{page.name} {number}")
+    for page in PAGES
+    for number, block in enumerate(
+        re.findall(r"^```yaml\n(spec:\n.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    )
+]
+LEAST = {
+    "replicas": 4,
+    "slo": {"ttftMilliseconds": 500, "tpotMilliseconds": 50},
+    "model": {"name": "m", "source": {"huggingFace": {}}},
+}
+
+
+@pytest.mark.parametrize("part", PARTS_OF_SPECS)
+def test_parts_of_a_spec_that_are_shown_are_accepted(part: dict[str, Any]) -> None:
+    manifest = {"apiVersion": "sluice.dev/v1alpha1", "kind": "ServingCluster", "metadata": {"name": "shown"}}
+    assert check_manifest({**manifest, "spec": LEAST | part}).spec.replicas >= 1
+
+
+def test_the_guide_to_models_shows_every_source() -> None:
+    shown = [part.values[0]["model"]["source"] for part in PARTS_OF_SPECS if str(part.id).startswith("models.md")]
+    assert {name for source in shown for name in source} == {"huggingFace", "persistentVolumeClaim", "image"}
+    assert {name for source in shown for name in source.get("huggingFace", ())} == {
+        str(field.alias) for field in HuggingFaceSource.model_fields.values()
+    }
 
 
 CHANGES = re.findall(

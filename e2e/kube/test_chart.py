@@ -17,7 +17,8 @@ from testbed.settings import ROOT
 
 from sluice_operator.api import names
 from sluice_operator.api.labels import COMPONENT_LABEL, NAME_LABEL
-from sluice_operator.api.ports import CONTROL_PORT
+from sluice_operator.api.ports import MAX_WORKERS
+from sluice_operator.api.router_workers import control_port
 from sluice_operator.kubernetes.rbac import LEASE_RULES, NODE_RULES, RULES
 from sluice_operator.settings import OperatorSettings, parse_settings
 
@@ -242,7 +243,7 @@ def test_selectors_find_the_operator_and_nothing_else(rendered: list[Object]) ->
             for peer in rule.get("to", []):
                 if "podSelector" in peer:
                     assert peer["podSelector"]["matchLabels"] == {COMPONENT_LABEL: names.ROUTER}
-                    assert [port["port"] for port in rule["ports"]] == [CONTROL_PORT]
+                    assert [port["port"] for port in rule["ports"]] == [*map(control_port, range(MAX_WORKERS))]
     for monitor in pick(rendered, "ServiceMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"].items()
         assert wanted <= one(rendered, "Service")["metadata"]["labels"].items()

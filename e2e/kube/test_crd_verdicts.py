@@ -10,7 +10,7 @@ import yaml
 from testbed.settings import ROOT
 from verdicts import Case, make_manifest, read_table
 
-from sluice_operator.api import cross_field_rules
+from sluice_operator.api import cross_field_rules, pod_template_rules
 from sluice_operator.api.manifest import ManifestError, check_manifest
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def test_the_server_refuses_arguments_that_sluice_sets(client: Client, argument:
     assert found == {f"spec.engine.extraArgs[{index}]" for index in (1, 2, 3, 4)}
 
 
-@pytest.mark.parametrize("name", sorted(cross_field_rules.OWNED_ENVIRONMENT))
+@pytest.mark.parametrize("name", sorted(pod_template_rules.OWNED_ENVIRONMENT))
 def test_the_server_refuses_variables_that_sluice_sets(client: Client, name: str) -> None:
     found = refused_by_the_server(client, make_manifest({"engine": {"env": [{"name": name, "value": "1"}]}}, {}))
     assert found == {"spec.engine.env[0].name"}

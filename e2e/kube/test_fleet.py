@@ -27,6 +27,7 @@ from sluice.v1 import plan_pb2
 from sluice_operator.kubernetes.kinds import CONFIG_MAPS
 from sluice_operator.kubernetes.objects import uid_of
 from sluice_operator.planning.plan_store import read_plan
+from sluice_operator.resources.pods.termination import compute_grace_period_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -175,6 +176,16 @@ async def test_a_roll_to_slower_engines_goes_back_by_itself(cluster: PodCluster)
 
 
 async def test_streams_of_a_deleted_cluster_end_whole(cluster: PodCluster) -> None:
+    """Its engines' own time is over long before the streams are, and routers allow them 30 s."""
+
+    def shorten_drains() -> None:
+        cluster.edit(rollout={"gate": None}, engine={"emulation": FAST, "drainTimeoutSeconds": 1})
+        cluster.wait("Progressing", "Settled")
+        engines = cluster.engines.values()
+        assert {pod["spec"]["terminationGracePeriodSeconds"] for pod in engines} == {compute_grace_period_s(30)}
+        assert all("--drain-timeout-s 1 " in " ".join(pod["spec"]["containers"][0]["command"]) for pod in engines)
+
+    await asyncio.to_thread(shorten_drains)
     rng = random.Random(2)
     requests = [make_request(f"last-{number}", LOAD, rng) for number in range(8)]
     begun = [asyncio.Event() for _ in requests]

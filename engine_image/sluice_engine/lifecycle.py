@@ -143,7 +143,11 @@ async def serve(
 
 
 async def wait_for_drain(server: EngineServer, vital: set[asyncio.Task[None]], timeout_s: float) -> None:
-    """Waits until the engine is empty, its time is over, or one of its vital tasks ends."""
+    """Waits until the engine is empty, its time is over, or one of its vital tasks ends.
+
+    Where routers end too, nobody is left who could take a stream over. Then their time counts: a router ends what is
+    late itself, and one that hangs is killed.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             await server.drain()
@@ -151,7 +155,10 @@ async def wait_for_drain(server: EngineServer, vital: set[asyncio.Task[None]], t
             while not server.is_drained and not any(task.done() for task in vital):  # noqa: ASYNC110
                 await asyncio.sleep(DRAIN_POLL_S)
     except TimeoutError:
-        logger.warning("drain timeout of %s s: %d requests are cut off", timeout_s, server.num_requests)
+        while server.is_awaited and not any(task.done() for task in vital):  # noqa: ASYNC110
+            await asyncio.sleep(DRAIN_POLL_S)
+        if server.num_requests:
+            logger.warning("drain timeout of %s s: %d requests are cut off", timeout_s, server.num_requests)
 
 
 def describe_fault(*vital: asyncio.Task[None]) -> str:

@@ -150,6 +150,41 @@ async def test_a_drain_that_takes_too_long_cuts_its_requests_off(lifecycle, sett
     assert "engine e leaves with 1 requests" in caplog.messages
 
 
+async def test_an_engine_stays_beyond_its_drain_for_the_streams_of_a_router_that_leaves_too(
+    lifecycle, settings, engine, caplog
+):
+    settings = settings.model_copy(update={"drain_timeout_s": 0.01})
+    async with serving(lifecycle, settings, engine) as served:
+        core_id = await run_request(engine, served)
+        await served.call.write(wire.AttachRequest(is_leaving=True))
+        while not engine.server.is_awaited:  # noqa: ASYNC110 - gRPC brings it
+            await asyncio.sleep(0.001)
+        served.stop.event.set()
+        while not (await served.call.read()).load.is_draining:
+            pass
+        await asyncio.wait([served.task], timeout=0.3)
+        assert not served.task.done()
+        await engine.core.outputs.put(SimpleNamespace(outputs=[output(core_id, [5], finish_reason=LENGTH)]))
+        async with asyncio.timeout(10):
+            assert await served.task == 0
+    assert not any("are cut off" in message for message in caplog.messages)
+
+
+async def test_an_engine_waits_for_no_router_that_is_gone(lifecycle, settings, engine, caplog):
+    settings = settings.model_copy(update={"drain_timeout_s": 0.01})
+    async with serving(lifecycle, settings, engine) as served:
+        await run_request(engine, served)
+        await served.call.write(wire.AttachRequest(is_leaving=True))
+        while not engine.server.is_awaited:  # noqa: ASYNC110 - gRPC brings it
+            await asyncio.sleep(0.001)
+        served.stop.event.set()
+        await asyncio.wait([served.task], timeout=0.1)
+        assert not served.task.done()
+        served.call.cancel()
+        async with asyncio.timeout(10):
+            assert await served.task == 0
+
+
 @pytest.mark.parametrize("is_draining", [False, True], ids=["serving", "draining"])
 @pytest.mark.parametrize(("name", "method"), [("pump", "pump"), ("clock", "keep_time")])
 async def test_an_engine_whose_core_or_clock_fails_tells_its_routers_and_ends(

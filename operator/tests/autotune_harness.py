@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 COOLDOWN_S = 100.0
+# The time, in seconds since 1970, when the monotonic clock stood at zero.
+START_WALL_S = 1.8e9
 
 
 ENGINE = EmulatedEngineFacts(gpu="a100-80g", model="qwen2.5-14b")
@@ -107,6 +109,7 @@ class Plant:
         )
         return TunerObservation(
             now=self.now,
+            wall_s=START_WALL_S + self.now,
             mode=self.spec.autotune.mode,
             basis=decision.make_basis(self.spec),
             replicas=self.spec.replicas,

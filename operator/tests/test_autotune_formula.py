@@ -120,12 +120,15 @@ def test_what_counts_as_something_is_one_request(formula) -> None:
 class Limits:
     """What the program asks of its process: noted, since this process goes on."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, text: str, memory_bytes: int = search_process.MAX_MEMORY_BYTES
+    ) -> None:
         self.asked: list[tuple[object, ...]] = []
         monkeypatch.setattr(search_process.os, "nice", lambda number: self.asked.append(("nice", number)))
         monkeypatch.setattr(search_process.resource, "setrlimit", lambda *limit: self.asked.append(limit))
         monkeypatch.setattr(search_process.gc, "set_threshold", lambda *limit: None)
         monkeypatch.setattr(search_process.sys, "stdin", io.StringIO(text))
+        monkeypatch.setattr(search_process, "find_memory_limit", lambda: memory_bytes)
 
 
 def test_the_program_answers_a_request_at_low_priority_and_within_limits(formula, monkeypatch, capsys) -> None:
@@ -146,6 +149,7 @@ def test_the_program_answers_a_request_at_low_priority_and_within_limits(formula
         (ValueError("no chunk size fits"), "no chunk size fits"),
         (MemoryError(), "it needs more than 384 MiB; narrow autotune.bounds"),
     ],
+    ids=["request", "memory"],
 )
 def test_the_program_ends_with_words_for_what_it_cannot_do(monkeypatch, error, words) -> None:
     def fail(text: str) -> str:
@@ -156,3 +160,35 @@ def test_the_program_ends_with_words_for_what_it_cannot_do(monkeypatch, error, w
     with pytest.raises(SystemExit) as ended:
         search_process.serve_request(fail)
     assert ended.value.code == words
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "words"),
+    [
+        (100, "it needs more than 100 MiB; narrow autotune.bounds, or raise the operator's memory limit"),
+        (63, "the operator's memory limit leaves no room for it; raise it to 432 MiB or more"),
+        (-20, "the operator's memory limit leaves no room for it; raise it to 432 MiB or more"),
+    ],
+)
+def test_the_program_says_that_the_operator_s_memory_limit_is_low(monkeypatch, memory_mib, words) -> None:
+    def fail(text: str) -> str:
+        raise MemoryError
+
+    limits = Limits(monkeypatch, "a request", memory_mib << 20)
+    with pytest.raises(SystemExit) as ended:
+        search_process.serve_request(fail)
+    assert ended.value.code == words
+    limited = [limit for limit in limits.asked if limit[0] == resource.RLIMIT_DATA]
+    assert limited == ([(resource.RLIMIT_DATA, (memory_mib << 20, memory_mib << 20))] if memory_mib == 100 else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "memory_mib"),
+    [(None, 384), ("max\n", 384), (f"{8 << 30}\n", 384), (f"{1 << 30}\n", 360), (f"{512 << 20}\n", 104)],
+    ids=["no container", "no limit", "8 GiB", "1 GiB", "512 MiB"],
+)
+def test_searches_share_what_the_container_has_beside_the_operator(tmp_path, text, memory_mib) -> None:
+    file = tmp_path / "memory.max"
+    if text is not None:
+        file.write_text(text)
+    assert search_process.find_memory_limit(file) == memory_mib << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from sluice_operator.autotune.tuner_state import AutotuneTrial, TunerObservation
 from sluice_operator.autotune.workload import WINDOW_S, WorkloadSample
 
 NOW = 10_000.0
+WALL_S = 1.8e9
 LONG_AGO = (NOW - 5000.0,)
 ENOUGH = SloCounts(num_finished=20, num_met_both=20)
 RESULT = SearchResult(
@@ -49,7 +51,14 @@ def make_request(*, row: tuple[int, int, str] = LONG, count: int = 100, spec: ob
 
 def observe(**changes: object) -> TunerObservation:
     observation = TunerObservation(
-        now=NOW, mode="Apply", basis="b", replicas=4, cooldown_s=COOLDOWN_S, request=make_request(), counts=ENOUGH
+        now=NOW,
+        wall_s=WALL_S,
+        mode="Apply",
+        basis="b",
+        replicas=4,
+        cooldown_s=COOLDOWN_S,
+        request=make_request(),
+        counts=ENOUGH,
     )
     return replace(observation, **changes)
 
@@ -69,7 +78,13 @@ def make_state(**changes: object) -> TunerState:
 
 def put_on_trial(**changes: object) -> TunerState:
     """``FOR_LONG`` since just a cool-down; as many requests as are needed finished before."""
-    trial = AutotuneTrial(former=FOR_SHORT, before=ENOUGH, started_s=NOW - COOLDOWN_S, start=SloCounts())
+    trial = AutotuneTrial(
+        former=FOR_SHORT,
+        before=ENOUGH,
+        started_s=NOW - COOLDOWN_S,
+        began_s=WALL_S - COOLDOWN_S,
+        start=SloCounts(),
+    )
     return make_state(tuned=FOR_LONG, trial=replace(trial, **changes), changes_s=(NOW - COOLDOWN_S,))
 
 
@@ -85,7 +100,7 @@ def test_better_sliders_go_on_trial_with_what_was_measured_before_them() -> None
     state = make_state(baseline=baseline, tuned=FOR_SHORT, changes_s=(NOW - 5000.0,))
     after = decision.decide(state, observe(counts=baseline + ENOUGH))
     assert after.tuned == FOR_LONG
-    assert after.trial == AutotuneTrial(former=FOR_SHORT, before=ENOUGH, started_s=NOW)
+    assert after.trial == AutotuneTrial(former=FOR_SHORT, before=ENOUGH, started_s=NOW, began_s=WALL_S)
     assert after.changes_s == (NOW,)  # the earlier one is out of the history
 
 
@@ -318,7 +333,7 @@ STORED = StoredSliders(
     basis="b",
     replicas=4,
     sliders=FOR_LONG,
-    trial=StoredTrial(former=FOR_SHORT, before=SloCounts(num_finished=9, num_met_both=4)),
+    trial=StoredTrial(former=FOR_SHORT, before=SloCounts(num_finished=9, num_met_both=4), began_s=WALL_S),
 )
 
 
@@ -347,7 +362,7 @@ def test_a_stored_trial_that_somebody_edited_is_ignored(broken) -> None:
 def test_the_first_decision_takes_what_an_earlier_process_stored() -> None:
     observation = observe(request=None, stored=replace(STORED, replicas=8), replicas=8)
     state = decision.decide(TunerState(), observation)
-    expected = AutotuneTrial(former=FOR_SHORT, before=STORED.trial.before, started_s=NOW)
+    expected = AutotuneTrial(former=FOR_SHORT, before=STORED.trial.before, started_s=NOW, began_s=WALL_S)
     assert (state.basis, state.replicas, state.tuned, state.trial) == (
         "b",
         8,
@@ -355,6 +370,24 @@ def test_the_first_decision_takes_what_an_earlier_process_stored() -> None:
         replace(expected, start=ENOUGH),
     )
     assert state.edited_s is None
+
+
+@pytest.mark.parametrize(
+    ("began_s", "age_s"),
+    [(WALL_S - 7.0, 7.0), (WALL_S + 3600.0, 0.0), (math.inf, 0.0)],
+    ids=["a while ago", "by a clock that is ahead", "when nobody stored it"],
+)
+def test_a_trial_is_as_old_for_the_next_process_as_it_is(began_s, age_s) -> None:
+    stored = replace(STORED, trial=replace(STORED.trial, began_s=began_s))
+    trial = decision.decide(TunerState(), observe(request=None, stored=stored)).trial
+    assert trial is not None
+    assert (trial.started_s, trial.began_s) == (NOW - age_s, WALL_S - age_s)
+
+
+def test_sliders_that_an_operator_stored_which_knew_no_time_of_the_trial_stay_in_force() -> None:
+    data = json.loads(STORED.to_json())
+    del data["trial"]["began_s"]
+    assert StoredSliders.from_json(json.dumps(data)) == replace(STORED, trial=replace(STORED.trial, began_s=math.inf))
 
 
 def test_stored_sliders_of_another_size_are_scaled() -> None:
@@ -383,7 +416,7 @@ def test_another_size_scales_what_is_in_force_and_what_may_return() -> None:
     assert (state.replicas, state.tuned) == (8, replace(FOR_LONG, num_prefill_heavy=6))
     # What was measured of another size says nothing: the trial begins anew.
     before = put_on_trial(start=None).trial
-    assert state.trial == replace(before, former=replace(FOR_SHORT, num_prefill_heavy=2), started_s=NOW)
+    assert state.trial == replace(before, former=replace(FOR_SHORT, num_prefill_heavy=2), started_s=NOW, began_s=WALL_S)
     from_spec = decision.decide(put_on_trial(start=None, former=None), observe(request=None, replicas=8))
     assert from_spec.trial is not None
     assert from_spec.trial.former is None
@@ -512,6 +545,6 @@ def test_sliders_that_a_search_found_for_this_size_are_at_home_here() -> None:
     assert decision.decide(make_state(**away), observe()).home is None
     grown = decision.decide(make_state(**away), observe(replicas=6, sized=FOR_LONG, is_settled=False))
     assert (grown.tuned, grown.home, grown.replicas) == (FOR_LONG, None, 6)
-    trial = AutotuneTrial(former=SPECS, before=ENOUGH, started_s=NOW - 50.0 * COOLDOWN_S)
+    trial = AutotuneTrial(former=SPECS, before=ENOUGH, started_s=NOW - 50.0 * COOLDOWN_S, began_s=0.0)
     returned = decision.decide(make_state(**away, trial=trial, changes_s=LONG_AGO), observe(is_settled=False))
     assert (returned.tuned, returned.home, returned.trial) == (SPECS, None, None)

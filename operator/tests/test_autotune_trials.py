@@ -12,6 +12,7 @@ from sluice_operator.api.condition_types import Reason
 from sluice_operator.autotune import decision
 from sluice_operator.autotune.stored_sliders import StoredSliders, StoredTrial
 from sluice_operator.autotune.trial import MAX_TRIAL_COOLDOWNS, has_attainment_fallen
+from sluice_operator.autotune.tuner_state import TunerState
 
 
 def test_sliders_return_when_attainment_falls_and_are_not_tried_again_for_the_same_question() -> None:
@@ -61,7 +62,8 @@ def test_a_new_process_goes_on_with_a_trial() -> None:
     old = Plant()
     old.run(20)
     assert old.reason is Reason.ON_TRIAL
-    trial = StoredTrial(former=old.state.trial.former, before=old.state.trial.before)
+    on_trial = old.state.trial
+    trial = StoredTrial(former=on_trial.former, before=on_trial.before, began_s=on_trial.began_s)
     stored = StoredSliders(basis=old.state.basis, replicas=4, sliders=old.sliders, trial=trial)
     assert StoredSliders.from_json(stored.to_json()) == stored
     new = Plant(stored=stored, attainment=lambda sliders: 0.5 if sliders == FOR_LONG else 0.95)
@@ -69,6 +71,23 @@ def test_a_new_process_goes_on_with_a_trial() -> None:
     assert (new.sliders, new.reason) == (FOR_LONG, Reason.ON_TRIAL)
     new.run(100)
     assert [sliders for _, sliders in new.changes] == [FOR_LONG, SPECS]
+
+
+def test_a_trial_without_a_verdict_is_lost_however_often_the_operator_restarts() -> None:
+    plant = Plant()
+    plant.run(20)
+    began_s, sliders = plant.now, plant.sliders
+    assert plant.reason is Reason.ON_TRIAL
+    plant.is_settled = False
+    while plant.state.trial is not None and plant.now - began_s < 2 * MAX_TRIAL_COOLDOWNS * COOLDOWN_S:
+        on_trial = plant.state.trial
+        trial = StoredTrial(former=on_trial.former, before=on_trial.before, began_s=on_trial.began_s)
+        plant.stored = StoredSliders(basis=plant.state.basis, replicas=4, sliders=sliders, trial=trial)
+        plant.state = TunerState()
+        plant.now += COOLDOWN_S / 2
+        plant.state = decision.decide(plant.state, plant.observe())
+    assert plant.now - began_s <= MAX_TRIAL_COOLDOWNS * COOLDOWN_S
+    assert plant.sliders == SPECS
 
 
 def test_a_scale_event_in_a_trial_ends_neither_it_nor_the_way_back() -> None:

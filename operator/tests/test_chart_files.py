@@ -22,6 +22,10 @@ from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboar
 
 from sluice_engine.server.prometheus_metrics import EngineCollector
 from sluice_operator.api.condition_types import REASONS, ConditionType
+from sluice_operator.api.ports import MAX_WORKERS
+from sluice_operator.api.router_workers import control_port
+from sluice_operator.autotune import search_process
+from sluice_operator.kubernetes.quantities import read_quantity
 from sluice_operator.kubernetes.rbac import LEASE_RULES, NODE_RULES, RULES
 from sluice_operator.metrics import CONDITION_LABELS, OperatorMetrics
 from sluice_operator.settings import OperatorSettings
@@ -240,6 +244,24 @@ def test_bounds_are_those_of_the_operator() -> None:
     assert defaults.max_concurrent_upgrades == VALUES["maxConcurrentUpgrades"]
     assert (defaults.workers, defaults.resync_s) == (VALUES["workers"], VALUES["resyncSeconds"])
     assert (defaults.request_timeout_s, defaults.log_level) == (VALUES["requestTimeoutSeconds"], VALUES["logLevel"])
+
+
+def test_the_operator_may_reach_the_control_port_of_each_worker_that_a_router_can_have() -> None:
+    text = (CHART / "templates" / "operator_network_policy.yaml").read_text()
+    ((first, end),) = re.findall(r"range untilStep (\d+) (\d+) 1 ", text)
+    assert [*range(int(first), int(end))] == [control_port(worker) for worker in range(MAX_WORKERS)]
+
+
+def test_the_operator_and_its_searches_fit_into_the_memory_limit_of_the_chart(tmp_path: Path) -> None:
+    limit_bytes = int(read_quantity(VALUES["resources"]["limits"]["memory"]))
+    file = tmp_path / "memory.max"
+    file.write_text(str(limit_bytes))
+    searches_bytes = search_process.MAX_SEARCHES * search_process.find_memory_limit(file)
+    assert search_process.OPERATOR_MEMORY_BYTES + searches_bytes <= limit_bytes
+    # A search that has less than nine tenths of what it may take would fail here and work elsewhere.
+    assert search_process.find_memory_limit(file) >= 0.9 * search_process.MAX_MEMORY_BYTES
+    measured = re.findall(r"\| [\d.]+, (\d+) MiB \|", (ROOT / "docs" / "measurements" / "operator.md").read_text())
+    assert max(map(int, measured)) << 20 < search_process.OPERATOR_MEMORY_BYTES
 
 
 def test_versions_and_default_images_are_the_product_s() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kubernetes.aio.client import models
 
 from sluice_operator.api.labels import RESTART_HASH_ANNOTATION
 from sluice_operator.api.manifest import check_manifest
+from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.resources.apply import is_applied
 from sluice_operator.resources.children import RenderInputs, render_children
 from sluice_operator.resources.deployments.engine_deployment import render_engines
@@ -148,13 +150,26 @@ def test_pods_are_restricted_and_have_no_token(template) -> None:
 
 
 def test_an_engine_has_time_to_start_and_to_drain() -> None:
-    template = engine_template(engine={"startupTimeoutSeconds": 301, "drainTimeoutSeconds": 77})
+    template = engine_template(
+        engine={"startupTimeoutSeconds": 301, "drainTimeoutSeconds": 77}, router={"drainTimeoutSeconds": 76}
+    )
     container = template["spec"]["containers"][0]
     probe = container["startupProbe"]
     assert probe["failureThreshold"] * probe["periodSeconds"] >= 301
     pre_stop = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     # The API server refuses a sleep that fills the grace period.
     assert template["spec"]["terminationGracePeriodSeconds"] == pre_stop + 77 + 15
+
+
+def test_engines_and_routers_that_end_at_once_have_the_same_time() -> None:
+    """A cluster that is deleted ends all its pods at once: engines must outlast the streams that routers allow."""
+    sections = {"engine": {"drainTimeoutSeconds": 30}, "router": {"drainTimeoutSeconds": 300}}
+    engine, router = engine_template(**sections), router_template(**sections)
+    grace_s = [template["spec"]["terminationGracePeriodSeconds"] for template in (engine, router)]
+    assert grace_s[0] >= grace_s[1] > 300
+    command = engine["spec"]["containers"][0]["command"]
+    # Where its routers stay, an engine still leaves in its own time.
+    assert command[command.index("--drain-timeout-s") + 1] == "30"
 
 
 def test_a_router_has_time_to_end_its_answers() -> None:
@@ -208,6 +223,16 @@ def test_the_example_for_kind_runs_on_nodes_without_gpus_and_volumes() -> None:
         assert not any("persistentVolumeClaim" in volume for volume in pod["volumes"])
         amounts = [amount for kind in pod["containers"][0]["resources"].values() for amount in kind]
         assert set(amounts) <= {"cpu", "memory"}
+
+
+def test_each_patch_of_the_guide_for_kind_changes_the_sliders_that_are_in_force() -> None:
+    root = Path(__file__).parents[2]
+    manifest = yaml.safe_load((root / "examples" / "kind-emulated.yaml").read_text())
+    patches = re.findall(r"--type merge -p '(.+)'", (root / "docs" / "guides" / "kind.md").read_text())
+    before = resolve_sliders(check_manifest(manifest).spec)
+    assert patches
+    for patch in map(json.loads, patches):
+        assert resolve_sliders(check_manifest({**manifest, "spec": manifest["spec"] | patch["spec"]}).spec) != before
 
 
 def test_a_gpu_name_of_the_installation_replaces_no_pod() -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from children_harness import SETTINGS, check, render
 from fake_kubernetes import make_cluster
 
-from sluice_operator.api.labels import COMPONENT_LABEL
+from sluice_operator.api.labels import CLUSTER_LABEL, COMPONENT_LABEL, select_component
 from sluice_operator.api.manifest import check_manifest
+from sluice_operator.api.names import ENGINE, ROUTER
 from sluice_operator.resources.children import RenderInputs, render_children
 from sluice_operator.settings import OperatorSettings
+
+SECURITY = Path(__file__).parents[2] / "docs" / "guides" / "security.md"
 
 
 def test_engines_let_in_their_routers_and_one_another_only() -> None:
@@ -36,6 +42,16 @@ def test_control_ports_are_open_to_the_operator_only() -> None:
             "podSelector": {"matchLabels": {"app.kubernetes.io/name": "sluice-operator"}},
         }
     ]
+
+
+def test_the_egress_policy_of_the_security_guide_selects_all_pods_of_a_cluster_and_nothing_else() -> None:
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", SECURITY.read_text(), re.MULTILINE | re.DOTALL)
+    spec = yaml.safe_load(block)["spec"]
+    selector = spec["podSelector"]["matchLabels"]
+    assert [rule["to"] for rule in spec["egress"] if "to" in rule] == [[{"podSelector": {"matchLabels": selector}}]]
+    assert selector == {CLUSTER_LABEL: "qwen"}
+    for component in (ENGINE, ROUTER):
+        assert selector.items() <= select_component("qwen", component).items()
 
 
 def test_monitors_find_a_port_that_services_have() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,10 +18,11 @@ from verdicts import Case, make_manifest, merge, read_table, validate
 
 from sluice_core.strategies import DEFAULT_STRATEGY, PARAMETERS, STRATEGIES
 from sluice_core.strategy_parameters import StrategyParameters, format_parameters
-from sluice_operator.api import cross_field_rules
+from sluice_operator.api import cross_field_rules, pod_template_rules
 from sluice_operator.api.condition_types import REASONS, ConditionType
 from sluice_operator.api.manifest import ManifestError, check_manifest
 from sluice_operator.api.ports import GRPC_PORT
+from sluice_operator.api.router_workers import ROUTER_CONTAINERS
 from sluice_operator.api.serving_cluster import ServingCluster
 from sluice_operator.api.sliders import AUTO
 
@@ -128,7 +130,7 @@ def test_arguments_that_sluice_sets_are_refused_by_both(argument: str, form: str
         assert {refusal.field for refusal in validate(manifest)} == {"spec.engine.extraArgs[0]"}
 
 
-@pytest.mark.parametrize("name", sorted(cross_field_rules.OWNED_ENVIRONMENT))
+@pytest.mark.parametrize("name", sorted(pod_template_rules.OWNED_ENVIRONMENT))
 def test_variables_that_sluice_sets_are_refused_by_both(name: str) -> None:
     manifest = make_manifest({"engine": {"env": [{"name": name, "value": "1"}]}}, {})
     assert refused_by_the_model(manifest) == {"spec.engine.env[0].name"}
@@ -140,8 +142,32 @@ def test_the_crd_names_no_argument_or_variable_that_the_model_lets_through() -> 
     words = re.search(r"\(no\[-_\]\)\?\((.*?)\)\(", argument_rule)
     assert words
     assert {word.replace("[-_]", "-") for word in words[1].split("|")} == set(cross_field_rules.OWNED_ARGUMENTS)
+    for component in ("engine", "router"):
+        (rule,) = (
+            rule["rule"] for path, rule in RULES if path.endswith(f".{component}") and "startsWith" in rule["rule"]
+        )
+        assert set(re.findall(r"'([A-Z_]+)'", rule)) - {"SLUICE_"} == pod_template_rules.OWNED_ENVIRONMENT
+        fields = re.findall(r"has\(each\.(\w+)\)", rule)
+        assert [*pod_template_rules.OWNED_CONTAINER_FIELDS, "env"] == fields
     (name_rule,) = {rule["rule"] for path, rule in RULES if path.endswith("env[]") and "startsWith" in rule["rule"]}
-    assert set(re.findall(r"'([A-Z_]+)'", name_rule)) - {"SLUICE_"} == cross_field_rules.OWNED_ENVIRONMENT
+    assert set(re.findall(r"'([A-Z_]+)'", name_rule)) - {"SLUICE_"} == pod_template_rules.OWNED_ENVIRONMENT
+
+
+def test_the_crd_names_the_fields_and_labels_of_pods_that_the_model_refuses() -> None:
+    rules = defaultdict(list)
+    for path, rule in RULES:
+        if path.startswith(prefix := ".spec.engine.podTemplate."):
+            rules[path.removeprefix(prefix)].append(rule)
+    of_pods = {rule["fieldPath"] for rule in rules["spec"]}
+    assert of_pods == {f".{name}" for name in pod_template_rules.OWNED_POD_FIELDS}
+    *named, labels = rules["metadata"]
+    assert {rule["fieldPath"] for rule in named} == {f".{name}" for name in pod_template_rules.OWNED_METADATA}
+    assert set(re.findall(r"'([^']+)'", labels["rule"])) == set(pod_template_rules.OWNED_LABELS)
+    (worker_rule,) = (rule["rule"] for path, rule in RULES if path.endswith(".router") and "matches" in rule["rule"])
+    pattern = re.search(r"matches\('(.+)'\)", worker_rule)
+    assert pattern
+    names = [f"router-{number}" for number in range(20)] + ["router", "a-router-1"]
+    assert {name for name in names if re.search(pattern[1], name)} == ROUTER_CONTAINERS - {"router"}
 
 
 def test_the_crd_names_the_ports_of_the_pods() -> None:

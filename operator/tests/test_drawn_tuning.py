@@ -72,7 +72,12 @@ class Day:
         self.tuner = self.start_process()
 
     def start_process(self) -> Tuner:
-        return Tuner(self.search, enqueue=lambda: self.lines.append("enqueued"), now=lambda: self.now)
+        return Tuner(
+            self.search,
+            enqueue=lambda: self.lines.append("enqueued"),
+            now=lambda: self.now,
+            wall_s=lambda: 1e9 + self.now,
+        )
 
     async def search(self, request: SearchRequest) -> SearchResult:
         self.lines.append(f"search {request.to_json()}")

@@ -85,17 +85,7 @@ PREFERRED_ELSEWHERE = {
 }
 OWNED = {
     "unknown": {"kind": "Pod"},
-    "name": {"metadata": {"name": "x"}},
-    "namespace": {"metadata": {"namespace": "kube-system"}},
-    "label": {"metadata": {"labels": {"sluice.dev/cluster": "other"}}},
-    "role": {"metadata": {"labels": {"sluice.dev/role": "p-heavy"}}},
-    "watched-label": {"metadata": {"labels": {"app.kubernetes.io/managed-by": "me"}}},
-    "operator-s-label": {"metadata": {"labels": {"app.kubernetes.io/name": "sluice-operator"}}},
-    "variable": engine(env=[{"name": "SLUICE_ENGINE_ID", "value": "another"}]),
-    "network-variable": engine(env=[{"name": "VLLM_NIXL_SIDE_CHANNEL_HOST", "value": "0.0.0.0"}]),
-    "command": engine(command=["sh"]),
-    "image": engine(image="x"),
-    "probe": engine(readinessProbe={}),
+    "generated-name": {"metadata": {"generateName": "x"}},
     "not-a-template": {"spec": {"containers": "engine"}},
     "not-a-map": {"spec": []},
     "no-init-containers": {"spec": {"initContainers": None}},

@@ -86,19 +86,7 @@ LINES = [
         f"spec.affinity.podAffinity.preferredDuringSchedulingIgnoredDuringExecution {ESCAPES}",
     ),
     ({"kind": "Pod"}, "kind is not a field of a pod template; use metadata or spec"),
-    ({"metadata": {"name": "x"}}, "metadata.name cannot be set; remove it"),
-    (
-        {"metadata": {"labels": {"sluice.dev/role": "x", "team": "a"}}},
-        "metadata.labels[sluice.dev/role] is set by Sluice; remove it",
-    ),
-    *(
-        (engine(**{field: []}), f"{OURS}.{field} is set by Sluice; remove it (see spec.engine)")
-        for field in ("command", "args", "image", "lifecycle", "startupProbe", "readinessProbe", "livenessProbe")
-    ),
-    (
-        engine(env=[{"name": "MINE", "value": "1"}, {"name": "SLUICE_X", "value": "1"}]),
-        f"{OURS}.env[SLUICE_X] is set by Sluice; remove it",
-    ),
+    ({"metadata": {"generateName": "x"}}, "metadata.generateName cannot be set; remove it"),
 ]
 
 

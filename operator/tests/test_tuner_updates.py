@@ -34,7 +34,7 @@ class Tuned:
         self.samples = make_samples(2000)
         self.spec = {"autotune": APPLY, "chunkSizes": {"prefillHeavy": 512, "decodeHeavy": 64}}
         self.counts = SloCounts()
-        self.tuner = Tuner(self.search, enqueue=self.enqueue, now=lambda: self.now)
+        self.tuner = Tuner(self.search, enqueue=self.enqueue, now=lambda: self.now, wall_s=lambda: 1e9 + self.now)
 
     def enqueue(self) -> None:
         self.num_enqueued += 1

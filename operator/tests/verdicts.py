@@ -198,6 +198,8 @@ def _broken_rules(schema: Schema, value: Any, path: str) -> Iterator[Refusal]:
 
 def evaluate(rule: str, value: Any) -> bool:
     """Evaluates a CEL rule on a value; an error is a refusal, as on the API server."""
+    if isinstance(value, dict) and "namespace" in value:
+        value = {**value, "__namespace__": value["namespace"]}  # a reserved word of CEL, escaped as the API server does
     context = cel.Context(variables={"self": value})
     context.add_function("split", lambda text, separator: text.split(separator))
     try:

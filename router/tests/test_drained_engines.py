@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from data_plane_harness import Harness
 from fake_engine import make_plan
 from migration_harness import PDD, TWO, check_end, start_on
 
 from sluice.v1 import control_pb2, engine_pb2
+from sluice_router.errors import ShuttingDownError
 from sluice_router.scheduling.plan import begin_drain
 from sluice_router.settings import make_limits
+
+if TYPE_CHECKING:
+    from sluice_router.scheduling.entities import ConnectedEngine
 
 
 def test_engine_with_a_submit_on_the_way_is_not_drained():
@@ -159,3 +165,50 @@ def test_engine_that_says_it_drains_is_emptied_too():
         harness.step_all()
     assert harness.engine_of(request_id) == "d1"
     check_end(harness, response_stream)
+
+
+def test_engines_hear_of_a_router_that_leaves_and_so_do_those_that_come_meanwhile():
+    harness = Harness(TWO)
+    heard: dict[str, list[bool]] = {}
+    send = harness.send
+
+    def note(engine: ConnectedEngine, message: engine_pb2.AttachRequest) -> None:
+        heard.setdefault(engine.engine_id, []).append(message.is_leaving)
+        send(engine, message)
+
+    harness.send = note
+    harness.router.tick()
+    assert not any(map(any, heard.values()))
+    harness.router.stop_accepting()
+    harness.attach("d2")
+    assert {name for name, said in heard.items() if any(said)} == {"d0", "d1", "d2"}
+
+
+def test_where_router_and_engines_leave_streams_end_whole_and_prompts_that_wait_are_told_at_once():
+    harness = Harness(TWO)
+    _, begun = start_on(harness, "d0")
+    harness.step_all()
+    for core in harness.cores.values():
+        core.is_draining = True
+    harness.step_all()
+    _, waiting = harness.admit(20, 2)
+    harness.router.stop_accepting()
+    harness.step_all()
+    assert isinstance(waiting.error, ShuttingDownError)
+    assert waiting.error.retry_after_s is not None
+    harness.run()
+    check_end(harness, begun)
+
+
+@pytest.mark.parametrize("who", ["router", "engines", "one engine and the router"])
+def test_prompts_wait_on_where_somebody_stays(who):
+    harness = Harness(TWO)
+    for name in {"router": (), "engines": ("d0", "d1"), "one engine and the router": ("d0",)}[who]:
+        harness.cores[name].is_draining = True
+    harness.step_all()
+    request_id, response_stream = harness.admit(20, 2)
+    if who != "engines":
+        harness.router.stop_accepting()
+    harness.step_all()
+    assert response_stream.error is None
+    assert (request_id in harness.state.requests.waiting) == (who == "engines")

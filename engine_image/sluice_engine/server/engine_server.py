@@ -122,6 +122,11 @@ class EngineServer:
         """No request runs, and nobody needs KV of this engine any more."""
         return not self._sessions.requests and not self.load.kv_blocks_pinned
 
+    @property
+    def is_awaited(self) -> bool:
+        """A router that ends itself waits for requests that run here."""
+        return any(session.is_leaving and session.by_slot for session in self._sessions.connected())
+
     # --- from routers --------------------------------------------------------------------------------------------
 
     def attach(self, router_id: str) -> tuple[RouterSession, AttachStream]:
@@ -145,6 +150,7 @@ class EngineServer:
 
     async def take(self, session: RouterSession, message: wire.AttachRequest) -> None:
         """Carries out one batch of commands: what is resumed first, then in the order of the message's fields."""
+        session.is_leaving = session.is_leaving or message.is_leaving
         if message.HasField("usage"):
             self._pass_on(session, message.usage)
         self._submits.resume(session, message.resumes)

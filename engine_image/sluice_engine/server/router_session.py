@@ -85,6 +85,8 @@ class RouterSession:
         self._kv_source = kv_source
         self.stream: AttachStream | None = None
         self.lost_at_s: float | None = None
+        # Whether the router has said so; a later stream of it does not take that back.
+        self.is_leaving = False
         self.last_sent_s = 0.0
         self.by_slot: dict[int, RouterRequest] = {}
         self.held: dict[str, RouterRequest] = {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sluice_operator.api.field_types import port_range
+from sluice_operator.api.pod_template_rules import find_owned_fields, is_owned_variable
 from sluice_operator.api.ports import ENGINE_PORT, GRPC_PORT, METRICS_PORT
 from sluice_operator.api.sliders import resolve_sliders, resolve_strategy
 
@@ -50,30 +51,6 @@ OWNED_ARGUMENTS = {
     "speculative-config": "nothing: not supported",
     "dp": "spec.replicas",
 }
-OWNED_ENVIRONMENT = frozenset(
-    {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT",
-        "VLLM_PLUGINS",
-        "UCX_TLS",
-        "UCX_NET_DEVICES",
-        "UCX_IB_GID_INDEX",
-        "UCX_TCP_PORT_RANGE",
-    }
-)
-OWNED_PREFIX = "SLUICE_"
-# Of podTemplate.spec: who the pod is, where it runs, and how it ends. The CRD declares the same fields.
-OWNED_POD_FIELDS = (
-    "serviceAccountName",
-    "serviceAccount",
-    "automountServiceAccountToken",
-    "terminationGracePeriodSeconds",
-    "restartPolicy",
-    "hostname",
-    "subdomain",
-    "nodeName",
-    "activeDeadlineSeconds",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +172,7 @@ def _arguments_are_free(spec: SpecFields) -> Iterator[RuleViolation]:
 
 def _environment_is_free(spec: SpecFields) -> Iterator[RuleViolation]:
     for path, variable in _list_variables(spec):
-        if variable.name in OWNED_ENVIRONMENT or variable.name.startswith(OWNED_PREFIX):
+        if is_owned_variable(variable.name):
             message = "is set by Sluice; remove it (see spec.network)"
             yield RuleViolation(path=(*path, "name"), value=variable.name, message=message)
         if (variable.value is None) == (variable.value_from is None):
@@ -204,11 +181,8 @@ def _environment_is_free(spec: SpecFields) -> Iterator[RuleViolation]:
 
 def _pod_template_is_free(spec: SpecFields) -> Iterator[RuleViolation]:
     for part, pod in _list_pods(spec):
-        fields: Any = pod.pod_template.get("spec")
-        for name in OWNED_POD_FIELDS:
-            if isinstance(fields, dict) and name in fields:
-                path = (part, "podTemplate", "spec", name)
-                yield RuleViolation(path=path, value=fields[name], message="is set by Sluice; remove it")
+        for path, value, message in find_owned_fields(pod.pod_template, part):
+            yield RuleViolation(path=(part, "podTemplate", *path), value=value, message=message)
 
 
 def _ports_differ(spec: SpecFields) -> Iterator[RuleViolation]:

@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING
 
 from sluice_operator.api.condition_types import Reason
 from sluice_operator.api.sliders import Sliders, scale_sliders
-from sluice_operator.autotune.trial import HISTORY_COOLDOWNS, MIN_MEASURED_REQUESTS, evaluate_trial, start_trial
-from sluice_operator.autotune.tuner_state import AutotuneTrial, TunerObservation, TunerState
+from sluice_operator.autotune.trial import (
+    HISTORY_COOLDOWNS,
+    MIN_MEASURED_REQUESTS,
+    evaluate_trial,
+    resume_trial,
+    start_trial,
+)
+from sluice_operator.autotune.tuner_state import TunerObservation, TunerState
 from sluice_operator.autotune.workload import WINDOW_S
 
 if TYPE_CHECKING:
@@ -100,8 +106,7 @@ def _reset(state: TunerState, observation: TunerObservation) -> TunerState:
     fresh = replace(fresh, replicas=stored.replicas, tuned=stored.sliders)
     if stored.trial is None:
         return fresh
-    trial = AutotuneTrial(former=stored.trial.former, before=stored.trial.before, started_s=observation.now)
-    return replace(fresh, trial=trial)
+    return replace(fresh, trial=resume_trial(stored.trial, observation))
 
 
 def _follow_size(state: TunerState, observation: TunerObservation) -> TunerState:
@@ -122,7 +127,8 @@ def _follow_size(state: TunerState, observation: TunerObservation) -> TunerState
     trial = state.trial
     if trial is not None:
         former = trial.former and scale_sliders(trial.former, state.replicas, replicas)
-        trial = replace(trial, former=former, start=None, started_s=observation.now)
+        began_s = float(int(observation.wall_s))
+        trial = replace(trial, former=former, start=None, started_s=observation.now, began_s=began_s)
     return replace(state, replicas=replicas, tuned=tuned, home=home, trial=trial)
 
 

@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 from sluice_core.sim.sim_setup import GC_THRESHOLD
@@ -28,8 +29,14 @@ COMMAND = (sys.executable, "-m", "sluice_operator.autotune.search")
 # Of the processor, beside engines and routers that share it.
 NICENESS = 10
 MAX_CPU_S = 600
-# Of the memory that it shares with the leader. Two searches and the operator fit into the chart's limit.
+# Of the memory, where the container's own limit leaves as much beside the operator (find_memory_limit).
 MAX_MEMORY_BYTES = 384 << 20
+# With less a search fails in odd places: its imports alone take a third of this.
+MIN_MEMORY_BYTES = 64 << 20
+# What the operator itself may take: 259 MiB with 500 clusters (docs/measurements/operator.md), and room to grow.
+OPERATOR_MEMORY_BYTES = 304 << 20
+# The container's limit, by cgroup v2; no such file outside of containers.
+MEMORY_LIMIT_FILE = Path("/sys/fs/cgroup/memory.max")
 
 
 class SearchError(Exception):
@@ -108,6 +115,22 @@ async def _run_program(command: tuple[str, ...], text: str, limit_s: float) -> s
     return output.decode()
 
 
+def find_memory_limit(file: Path = MEMORY_LIMIT_FILE) -> int:
+    """Finds how much memory one search may take, so that all of them and the operator fit into the container.
+
+    Args:
+        file: Says the container's limit, in bytes or as ``max``; it need not exist.
+
+    Returns:
+        The limit in bytes; below zero where the operator alone may fill the container.
+    """
+    try:
+        container_bytes = int(file.read_text())
+    except (OSError, ValueError):
+        return MAX_MEMORY_BYTES
+    return min(MAX_MEMORY_BYTES, (container_bytes - OPERATOR_MEMORY_BYTES) // MAX_SEARCHES)
+
+
 def serve_request(answer: Callable[[str], str]) -> None:
     """Answers one request on standard input, at low priority and within limits; the program's only work.
 
@@ -115,18 +138,25 @@ def serve_request(answer: Callable[[str], str]) -> None:
         answer: From the request's text to the result's.
 
     Raises:
-        SystemExit: Says what the request asks for that there is not, or that it needs too much memory.
+        SystemExit: Says what the request asks for that there is not, or that there is too little memory.
     """
     os.nice(NICENESS)
+    memory_bytes = find_memory_limit()
+    if memory_bytes < MIN_MEMORY_BYTES:
+        needed = (OPERATOR_MEMORY_BYTES + MAX_SEARCHES * MIN_MEMORY_BYTES) >> 20
+        raise SystemExit(f"the operator's memory limit leaves no room for it; raise it to {needed} MiB or more")
     # The parent ends a late search; this limit holds when the parent was killed.
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     # Without it, the kernel would end every process of the container.
-    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     gc.set_threshold(GC_THRESHOLD)
     try:
         result = answer(sys.stdin.read())
     except ValueError as error:
         raise SystemExit(str(error)) from error
     except MemoryError as error:
-        raise SystemExit(f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB; narrow autotune.bounds") from error
+        advice = "narrow autotune.bounds"
+        if memory_bytes < MAX_MEMORY_BYTES:
+            advice += ", or raise the operator's memory limit"
+        raise SystemExit(f"it needs more than {memory_bytes >> 20} MiB; {advice}") from error
     print(result)

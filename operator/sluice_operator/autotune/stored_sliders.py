@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 
 from sluice_core.slo_attainment import SloCounts
@@ -12,15 +13,17 @@ from sluice_operator.api.sliders import Sliders
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTrial:
-    """What is stored of a trial; times and counters belong to one process.
+    """What is stored of a trial; counters and monotonic times belong to one process.
 
     Args:
         former: See ``AutotuneTrial``.
         before: See ``AutotuneTrial``.
+        began_s: See ``AutotuneTrial``; infinite: an operator that did not store it began the trial.
     """
 
     former: Sliders | None
     before: SloCounts
+    began_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class StoredSliders:
             trial = data["trial"] and StoredTrial(
                 former=data["trial"]["former"] and Sliders(**data["trial"]["former"]),
                 before=SloCounts(**data["trial"]["before"]),
+                began_s=float(data["trial"].get("began_s", math.inf)),
             )
             sliders = Sliders(**data["sliders"])
             for each in (sliders, trial and trial.former):

@@ -11,6 +11,7 @@ from sluice_operator.autotune.tuner_state import AutotuneTrial, TunerObservation
 if TYPE_CHECKING:
     from sluice_core.slo_attainment import SloCounts
     from sluice_operator.api.sliders import Sliders
+    from sluice_operator.autotune.stored_sliders import StoredTrial
 
 # Fewer finished requests measure nothing.
 MIN_MEASURED_REQUESTS = 20
@@ -67,8 +68,25 @@ def _take_back(state: TunerState, trial: AutotuneTrial, observation: TunerObserv
 
 def start_trial(state: TunerState, sliders: Sliders, observation: TunerObservation) -> TunerState:
     """Puts sliders in force, on trial."""
-    trial = AutotuneTrial(former=state.tuned, before=observation.counts - state.baseline, started_s=observation.now)
+    trial = AutotuneTrial(
+        former=state.tuned,
+        before=observation.counts - state.baseline,
+        started_s=observation.now,
+        began_s=float(int(observation.wall_s)),
+    )
     return replace(state, tuned=sliders, home=None, trial=trial, changes_s=_append_change(state, observation))
+
+
+def resume_trial(stored: StoredTrial, observation: TunerObservation) -> AutotuneTrial:
+    """Goes on with a trial that an earlier process began; what finished under it is counted anew."""
+    # Clocks of nodes differ: a trial never began later than now.
+    began_s = min(stored.began_s, float(int(observation.wall_s)))
+    return AutotuneTrial(
+        former=stored.former,
+        before=stored.before,
+        started_s=observation.now - max(0.0, observation.wall_s - began_s),
+        began_s=began_s,
+    )
 
 
 def _append_change(state: TunerState, observation: TunerObservation) -> tuple[float, ...]:

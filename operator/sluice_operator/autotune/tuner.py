@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +69,21 @@ class Tuner:
         run_search: Runs a search.
         enqueue: Called when a search has ended, for a reconcile.
         now: Monotonic seconds.
+        wall_s: The time, in seconds since 1970.
     """
 
-    def __init__(self, run_search: RunSearch, *, enqueue: Callable[[], None], now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        run_search: RunSearch,
+        *,
+        enqueue: Callable[[], None],
+        now: Callable[[], float],
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
         self._run_search = run_search
         self._enqueue = enqueue
         self._now = now
+        self._wall_s = wall_s
         self._state = TunerState()
         self._observation: TunerObservation | None = None
         self._task: asyncio.Task[None] | None = None
@@ -92,7 +102,8 @@ class Tuner:
             return None
         trial = None
         if state.trial is not None:
-            trial = StoredTrial(former=state.trial.former, before=state.trial.before)
+            on_trial = state.trial
+            trial = StoredTrial(former=on_trial.former, before=on_trial.before, began_s=on_trial.began_s)
         replicas, sliders = state.home or (state.replicas, state.tuned)
         return StoredSliders(basis=state.basis, replicas=replicas, sliders=sliders, trial=trial)
 
@@ -149,6 +160,7 @@ class Tuner:
         request, missing = self._make_search_request(inputs)
         return TunerObservation(
             now=self._now(),
+            wall_s=self._wall_s(),
             mode=spec.autotune.mode,
             basis=decision.make_basis(spec),
             replicas=spec.replicas,

@@ -20,6 +20,7 @@ class TunerObservation:
 
     Args:
         now: Monotonic seconds.
+        wall_s: The time, in seconds since 1970.
         mode: ``autotune.mode``.
         basis: See ``make_basis``.
         replicas: Engines that the spec asks for.
@@ -34,6 +35,7 @@ class TunerObservation:
     """
 
     now: float
+    wall_s: float
     mode: str
     basis: str
     replicas: int
@@ -54,13 +56,15 @@ class AutotuneTrial:
     Args:
         former: Sliders to return to if attainment falls; None: the spec's.
         before: Requests finished under the former ones.
-        started_s: When they were put in force.
+        started_s: When they were put in force, in monotonic seconds of this process.
+        began_s: The same in whole seconds since 1970, for the next process: a restart does not make a trial longer.
         start: Requests finished when every engine had them; None: not yet.
     """
 
     former: Sliders | None
     before: SloCounts
     started_s: float
+    began_s: float
     start: SloCounts | None = None
 
 

@@ -376,8 +376,9 @@ class Reconciler:
         state = self._states.get(key)
         if state is None or state.uid != uid:
             self._forget(key)
-            tuner = Tuner(self._run_search, enqueue=partial(self._enqueue, key), now=self._now)
-            scaler = Scaler(self._run_capacity_search, enqueue=partial(self._enqueue, key), now=self._now)
+            wake = partial(self._enqueue, key)
+            tuner = Tuner(self._run_search, enqueue=wake, now=self._now, wall_s=self._wall_s)
+            scaler = Scaler(self._run_capacity_search, enqueue=wake, now=self._now)
             state = self._states[key] = ClusterState(first_reconcile_s=self._now(), tuner=tuner, scaler=scaler, uid=uid)
         return state
 

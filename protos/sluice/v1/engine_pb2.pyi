@@ -81,6 +81,11 @@ class AttachRequest(_message.Message):
     PART_PULLS_FIELD_NUMBER: _builtins.int
     RELEASED_OFFER_IDS_FIELD_NUMBER: _builtins.int
     CLAIMS_FIELD_NUMBER: _builtins.int
+    IS_LEAVING_FIELD_NUMBER: _builtins.int
+    is_leaving: _builtins.bool
+    """The router takes nothing new, and waits for what it has here. An engine that ends waits as well, even beyond its own
+    time: a cluster that is deleted ends both at once. Holds for the router's later streams too.
+    """
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """Identity of the router; first message only."""
@@ -154,10 +159,11 @@ class AttachRequest(_message.Message):
         part_pulls: _abc.Iterable[Global___PartPull] | None = ...,
         released_offer_ids: _abc.Iterable[_builtins.int] | None = ...,
         claims: _abc.Iterable[Global___Claim] | None = ...,
+        is_leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["configure", b"configure", "hello", b"hello", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "claims", b"claims", "configure", b"configure", "grant_requests", b"grant_requests", "hand_offs", b"hand_offs", "hello", b"hello", "kv_offer_requests", b"kv_offer_requests", "part_pulls", b"part_pulls", "released_grant_ids", b"released_grant_ids", "released_offer_ids", b"released_offer_ids", "released_slots", b"released_slots", "resumes", b"resumes", "submits", b"submits", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "claims", b"claims", "configure", b"configure", "grant_requests", b"grant_requests", "hand_offs", b"hand_offs", "hello", b"hello", "is_leaving", b"is_leaving", "kv_offer_requests", b"kv_offer_requests", "part_pulls", b"part_pulls", "released_grant_ids", b"released_grant_ids", "released_offer_ids", b"released_offer_ids", "released_slots", b"released_slots", "resumes", b"resumes", "submits", b"submits", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

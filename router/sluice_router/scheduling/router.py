@@ -219,6 +219,8 @@ class Router:
         """
         engine = engine_registry.attach(self.state, address, hello, self.now())
         register(engine)
+        if not self.state.status.is_accepting:
+            self.state.outbox.message_to(engine).is_leaving = True
         self._act()
         return engine
 
@@ -273,6 +275,7 @@ class Router:
         kept_prefills.place(state, now)
         engine_registry.recheck_refused(state)
         wait_limits.end_replaced(state, now)
+        wait_limits.end_abandoned(state, now)
         wait_limits.expire(state, now)
         self._report_usage(now)
         placement.assign_if_due(state, now)
@@ -301,8 +304,10 @@ class Router:
         return control_status.describe(self.state, self.now())
 
     def stop_accepting(self) -> None:
-        """Not ready, and no new requests, from here on."""
+        """Not ready, and no new requests, from here on; engines that end meanwhile wait for what is under way."""
         self.state.status.is_accepting = False
+        for engine in self.state.engines.connected.values():
+            self.state.outbox.message_to(engine).is_leaving = True
         self.state.status.mark_changed()
         self._act()
 

@@ -7,7 +7,7 @@ import math
 
 from sluice.v1 import control_pb2
 from sluice_core.scheduling.router_wait_limit import ROUTER_WAIT_LIMIT_S
-from sluice_router.errors import MIN_RETRY_S, DeadlineError, NoEngineError
+from sluice_router.errors import MIN_RETRY_S, DeadlineError, NoEngineError, ShuttingDownError
 from sluice_router.limit_type import Limit
 from sluice_router.scheduling import completion
 from sluice_router.scheduling.entities import LiveRequest
@@ -78,3 +78,17 @@ def end_replaced(state: RouterState, now: float) -> None:
         if request.request_id not in state.requests.awaiting_resume:
             message = "the model of this request has been replaced, and no engine of it is left; send the request again"
             completion.fail(state, request, NoEngineError(message, retry_after_s=MIN_RETRY_S), now)
+
+
+def end_abandoned(state: RouterState, now: float) -> None:
+    """Ends prompts that wait at a router that leaves while all its engines leave too, as in a cluster that is deleted.
+
+    Who has tokens already waits on: where the engines are only replaced, new ones take the request.
+    """
+    engines = state.engines.connected.values()
+    if state.status.is_accepting or not engines or not all(engine.is_draining for engine in engines):
+        return
+    for request in list(state.requests.waiting.values()):
+        if not request.output_token_ids and request.request_id not in state.requests.awaiting_resume:
+            message = "this router and its engines are about to leave, and none of them had begun the request"
+            completion.fail(state, request, ShuttingDownError(message, retry_after_s=MIN_RETRY_S), now)

@@ -55,7 +55,8 @@ class SpecFields(ManifestModel):
     parameters: Annotated[ParametersSpec, FieldEffect.LIVE] = ParametersSpec()
     """Parameters of the strategies. In force without a restart."""
     model: Annotated[ModelSpec, FieldEffect.RESTARTS_ALL]
-    """The model, mounted read-only at /model in engines and routers. Once it has served, another one is refused."""
+    """The model, mounted read-only at /model in engines and routers. Another one comes up beside it and takes its
+    place, as rollout allows; no answer mixes the two (docs/guides/rollouts.md)."""
     engine: Annotated[EngineSpec, FieldEffect.RESTARTS_ENGINES] = EngineSpec()
     """The engines. A change restarts them as rollout allows; streams continue."""
     network: Annotated[NetworkSpec, FieldEffect.RESTARTS_ENGINES] = NetworkSpec()

@@ -81,7 +81,8 @@ def render_engine_pod(cluster: ServingCluster, image: str, gpu_resource_name: st
         "spec": {
             **common_pod_fields.render_common_pod_fields(
                 spec.engine.service_account_name or names.name_workload(name, names.ENGINE),
-                spec.engine.drain_timeout_seconds,
+                # An engine that ends together with routers, in a cluster that is deleted, waits for their streams.
+                max(spec.engine.drain_timeout_seconds, spec.router.drain_timeout_seconds),
             ),
             "topologySpreadConstraints": pod_placement.render_topology_spread(labels),
             "containers": [container],

@@ -1,8 +1,9 @@
 """``podTemplate`` of engines and routers: merged over the rendered template, checked so that it stays in its namespace.
 
 Whoever may write a ServingCluster controls its pods, as with any Deployment, but reaches neither the host nor another
-identity, unless the operator was started with ``--allow-host-access``. The API server checks the merged result once
-more: types, and the namespace's Pod Security.
+identity, unless the operator was started with ``--allow-host-access``. What Sluice sets itself is refused before, with
+the manifest (``api.pod_template_rules``). The API server checks the merged result once more: types, and the namespace's
+Pod Security.
 """
 
 from __future__ import annotations
@@ -10,10 +11,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from sluice_operator.api.cross_field_rules import OWNED_ENVIRONMENT, OWNED_PREFIX
-from sluice_operator.api.labels import CLUSTER_LABEL, COMPONENT_LABEL, MANAGED_BY_LABEL, NAME_LABEL, ROLE_LABEL
 from sluice_operator.api.names import ENGINE, ROUTER
-from sluice_operator.api.router_workers import ROUTER_CONTAINERS
 from sluice_operator.resources.pods.model_volume import FETCH_MODEL, RESOLVE_MODEL
 from sluice_operator.resources.pods.pod_isolation import find_cross_namespace_terms, find_isolation_violations
 from sluice_operator.resources.pods.rdma import PREFLIGHT
@@ -37,9 +35,6 @@ MERGE_KEYS = {
     "hostAliases": "ip",
     "topologySpreadConstraints": "topologyKey",
 }
-OWNED_CONTAINER_FIELDS = ("command", "args", "image", "lifecycle", "startupProbe", "readinessProbe", "livenessProbe")
-# By these, pods are selected, watched, and let in by network policies.
-OWNED_LABELS = (CLUSTER_LABEL, COMPONENT_LABEL, ROLE_LABEL, MANAGED_BY_LABEL, NAME_LABEL)
 LISTS = ("containers", "initContainers", "volumes")
 OUR_CONTAINERS = frozenset({ENGINE, ROUTER, FETCH_MODEL, RESOLVE_MODEL, PREFLIGHT})
 
@@ -96,17 +91,13 @@ def _find(over: Object, component: str, *, allow_host_access: bool) -> Iterator[
     for field in set(over) - {"metadata", "spec"}:
         yield f"{field} is not a field of a pod template; use metadata or spec"
     spec = over.get("spec", {})
-    yield from _find_owned(over.get("metadata", {}))
+    for field in set(over.get("metadata", {})) - {"labels", "annotations"}:
+        yield f"metadata.{field} cannot be set; remove it"
     wrong = [field for field in LISTS if not isinstance(spec.get(field, []), list)]
     if wrong:
         yield f"spec.{wrong[0]} is not a list; write it as `kubectl explain pod.spec.{wrong[0]}` says"
         return
     yield from _find_unkeyed(spec, "spec")
-    for container in spec.get("containers", []):
-        if component == ROUTER and container.get("name") in ROUTER_CONTAINERS - {ROUTER}:
-            yield f"spec.containers[{container['name']}] is a worker's name; use {ROUTER}, which is for all workers"
-        if container.get("name") == component:
-            yield from _find_in_container(container, component)
     if not allow_host_access:
         yield from find_isolation_violations(strategic_merge(_make_isolation_defaults(component), over), OUR_CONTAINERS)
 
@@ -135,22 +126,3 @@ def _make_isolation_defaults(component: str) -> Object:
             "initContainers": [{"name": name, "securityContext": CONTAINER_SECURITY} for name in inits],
         },
     }
-
-
-def _find_owned(metadata: Object) -> Iterator[str]:
-    for field in set(metadata) - {"labels", "annotations"}:
-        yield f"metadata.{field} cannot be set; remove it"
-    for label in OWNED_LABELS:
-        if label in metadata.get("labels", {}):
-            yield f"metadata.labels[{label}] is set by Sluice; remove it"
-
-
-def _find_in_container(container: Object, component: str) -> Iterator[str]:
-    path = f"spec.containers[{component}]"
-    for field in OWNED_CONTAINER_FIELDS:
-        if field in container:
-            yield f"{path}.{field} is set by Sluice; remove it (see spec.{component})"
-    for variable in container.get("env", []):
-        name = variable.get("name", "")
-        if name in OWNED_ENVIRONMENT or name.startswith(OWNED_PREFIX):
-            yield f"{path}.env[{name}] is set by Sluice; remove it"
