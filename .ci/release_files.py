@@ -195,6 +195,8 @@ def check_chart(package: Path, helm: str, release: Release) -> None:
     links = [rule["annotations"].get("runbook_url", "") for group in rules["groups"] for rule in group["rules"]]
     if not all(link.startswith(f"{release.runbook}#") for link in links):
         raise ReleaseError(f"alerts link to {links[0]!r}, must be {release.runbook}")
+    if arguments["--runbook-url"] != release.runbook:
+        raise ReleaseError(f"conditions link to {arguments['--runbook-url']!r}, must be {release.runbook}")
 
 
 def make(output: Path, helm: str, release: Release) -> None:

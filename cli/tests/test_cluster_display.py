@@ -63,3 +63,11 @@ async def test_each_change_is_one_line_and_the_first_time_that_all_serve_is_show
         "all engines serve again",
     ]
     assert shown.count("try: curl") == shown.count("c: ready") == 1
+
+
+def test_what_is_reported_is_one_line_however_long() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    ClusterDisplay(console).report("engine-0 refuses to start: " + "a long reason, " * 20)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.count("\n") == 1
+    assert shown.count("a long reason") == 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sluice_cli.local_cluster import detached_start
-from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
+from sluice_cli.local_cluster.cluster_directory import ClusterDirectory, ProcessRecord
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,10 +40,14 @@ class PlayedLauncher:
                 self.returncode = code
             case KeyboardInterrupt():
                 raise KeyboardInterrupt
+            case change if callable(change):
+                change()
         return self.returncode
 
     def terminate(self) -> None:
         self.made.append("terminate")
+        with self.log.open("a") as file:
+            file.write("stopping\n")
 
     def wait(self) -> None:
         self.made.append("wait")
@@ -94,6 +99,36 @@ def test_a_launcher_that_ends_is_shown_to_its_last_word(directory, monkeypatch) 
 
 def test_a_launcher_that_ends_well_before_it_serves_has_failed_all_the_same(directory, monkeypatch) -> None:
     assert start(directory, monkeypatch, "bye\n", 0)[:2] == (1, ["bye"])
+
+
+def test_a_launcher_whose_engine_refuses_to_start_is_stopped_and_the_reason_is_the_last_line(
+    directory, monkeypatch
+) -> None:
+    directory.path.mkdir(parents=True)
+    records = [
+        ProcessRecord(name="router-0", kind="router", pid=1),
+        ProcessRecord(name="engine-0", kind="engine", pid=None, refusal="it has a window"),
+    ]
+
+    def refuse(pid: int) -> None:
+        monkeypatch.setattr(os, "getpid", lambda: pid)
+        directory.write_launcher("starting")
+        directory.write_processes(records)
+
+    # What another launcher left behind says nothing of this one.
+    refuse(PID + 1)
+    steps = ("engine-0: starting\n", lambda: refuse(PID), "never read\n")
+    code, lines, launcher = start(directory, monkeypatch, *steps)
+    assert (code, launcher.made) == (1, ["terminate", "wait"])
+    assert lines == ["engine-0: starting", "stopping", "a cannot serve and is stopped: engine-0: it has a window"]
+
+
+def test_a_cluster_that_serves_is_not_stopped_by_an_engine_that_refuses_a_later_start(directory, monkeypatch) -> None:
+    directory.path.mkdir(parents=True)
+    monkeypatch.setattr(os, "getpid", lambda: PID)
+    directory.write_launcher("ready")
+    directory.write_processes([ProcessRecord(name="engine-0", kind="engine", pid=None, refusal="it has a window")])
+    assert start(directory, monkeypatch, "", "serves\n", is_ready_after=1)[:2] == (0, ["serves"])
 
 
 def test_the_log_of_the_launcher_before_is_not_shown(directory, monkeypatch) -> None:

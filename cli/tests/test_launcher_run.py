@@ -161,16 +161,16 @@ async def test_a_second_launcher_of_a_cluster_is_refused_and_leaves_the_first_al
 async def test_what_an_earlier_launcher_left_is_killed_before_anything_starts(
     options: UpOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[Any, str, int]] = []
+    seen: list[tuple[Any, Any, int]] = []
 
     def kill(directory: ClusterDirectory, report: Any) -> None:
         report("killed")
-        seen.append((directory.name, read_facts(options)["phase"], len(PlayedCluster.made)))
+        seen.append((directory.name, directory.read_launcher(), len(PlayedCluster.made)))
 
     monkeypatch.setattr(launcher, "kill_leftovers", kill)
     lines: list[str] = []
     await run(options, lines)
-    assert seen == [(NAME, "starting", 0)]
+    assert seen == [(NAME, None, 0)]
     assert lines[0] == "killed"
 
 

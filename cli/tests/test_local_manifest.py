@@ -76,6 +76,15 @@ def test_a_model_that_is_not_here_is_refused(home: Path) -> None:
     assert "is not a directory; put the model there or pass --volume models=DIR" in problem.message
 
 
+def test_a_model_that_engines_refuse_is_refused_before_any_starts(home: Path) -> None:
+    config = home / "volumes" / "models" / "tiny" / "config.json"
+    config.write_text('{"mamba_d_state": 16}')
+    (problem,) = check_local(make(), home, {})
+    assert problem.field == "spec.model.source"
+    assert problem.message.startswith(f"{config}: mamba_d_state is 16, so it has state-space layers; models with full")
+    assert check_local(make(engine={"extraArgs": ["--hf-overrides={}"]}), home, {}) == []
+
+
 SECURED = {
     "router": {
         "auth": {"mode": "APIKey", "apiKey": {"secretName": "keys"}},

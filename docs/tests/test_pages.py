@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from sluice_operator.api.condition_types import REASONS, ConditionType
+from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
 from sluice_operator.api.fields_and_defaults.model_spec import HuggingFaceSource
 from sluice_operator.api.manifest import check_manifest
+from sluice_operator.api.runbook_links import link_runbook, refer_to_runbook
 from sluice_operator.resources.deployments.engine_deployment import render_engines
 from sluice_router.api.error_statuses import ERROR_STATUSES
 from sluice_router.errors import OwnerLimitError
@@ -79,11 +80,24 @@ def test_the_runbook_explains_every_reason_of_a_condition(condition: ConditionTy
 
 def test_the_runbook_explains_every_alert_and_no_other() -> None:
     alerts = {rule["alert"] for group in ALERTS["groups"] for rule in group["rules"]}
-    sections = read_sections(RUNBOOK, "###")
+    sections = read_sections(RUNBOOK.partition("## Alerts")[2], "###")
     assert set(sections) == alerts
     assert all(text.strip() for text in sections.values())
     # The rules' links lead to these headings.
     assert {alert.lower() for alert in alerts} <= list_anchors(ROOT / "docs" / "guides" / "runbook.md")
+
+
+def test_the_runbook_has_a_section_for_each_reason_that_messages_refer_to() -> None:
+    sources = [path.read_text() for path in (ROOT / "operator" / "sluice_operator").rglob("*.py")]
+    reasons = {Reason[name] for text in sources for name in re.findall(r"refer_to_runbook\(Reason\.(\w+)\)", text)}
+    sections = read_sections(RUNBOOK, "###")
+    assert reasons
+    assert all(sections[reason].strip() for reason in reasons)
+    # The links lead to these headings.
+    anchors = list_anchors(ROOT / "docs" / "guides" / "runbook.md")
+    assert {link_runbook(refer_to_runbook(reason), "URL") for reason in reasons} <= {
+        f"see URL#{anchor}" for anchor in anchors
+    }
 
 
 def test_the_runbook_explains_every_429_and_names_metrics_that_there_are() -> None:

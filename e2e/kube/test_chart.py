@@ -121,6 +121,7 @@ def test_the_operator_reads_what_the_chart_writes(helm: Helm) -> None:
         resync_s=86400,
         request_timeout_s=2,
         log_level="DEBUG",
+        runbook_url="https://example.org/runbook.md",
         allow_host_access=True,
         peer_tls="/etc/sluice/peer-tls",
     )

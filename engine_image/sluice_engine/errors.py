@@ -5,9 +5,9 @@
     EngineError
       SettingsError          the command line is wrong; exit status 2
       UnsupportedVllmError   another vLLM than the one the hooks are written against; exit status 3
-      StartError             a port is taken, the model cannot be loaded; exit status 4
+      StartError             a port is taken, the model cannot be read; exit status 4
       RdmaError              RDMA is required and cannot be used; exit status 6
-      ModelRefusedError      the model cannot be served; exit status 7
+      ModelRefusedError      the model cannot be served, or vLLM refuses it; exit status 7
       SubmitRefusedError     one request is wrong; answered by its slot's Finished with REFUSED
 
 Everything else that escapes ends the process, because a supervisor restarts it faster than it heals.
@@ -20,18 +20,22 @@ class EngineError(Exception):
     """Base of this program's errors."""
 
     exit_status = 1
+    # Whether another try with the same command line, model and program would end the same.
+    is_permanent = False
 
 
 class SettingsError(EngineError):
     """The command line is wrong; the message names the option, the value and the limit."""
 
     exit_status = 2
+    is_permanent = True
 
 
 class UnsupportedVllmError(EngineError):
     """Another vLLM than the one that the hooks are written against."""
 
     exit_status = 3
+    is_permanent = True
 
 
 class StartError(EngineError):
@@ -50,6 +54,7 @@ class ModelRefusedError(EngineError):
     """The model cannot be served by this engine; the message says why. Launcher and operator know the exit status."""
 
     exit_status = 7
+    is_permanent = True
 
 
 class SubmitRefusedError(EngineError):

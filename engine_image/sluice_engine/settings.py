@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -198,9 +198,16 @@ OPTIONS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """One whose errors are ours, so that a pod's status and the launcher show them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Makes the parser of the command line; values stay strings, the settings check them."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m sluice_engine",
         description="A vLLM engine that serves routers over gRPC. Arguments after -- go to vLLM.",
     )

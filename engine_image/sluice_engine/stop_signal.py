@@ -27,6 +27,7 @@ class StopSignal:
 
     def __init__(self, leave: Callable[[int], object] = leave) -> None:
         self._leave = leave
+        self._status = 0
         self._event: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -35,9 +36,13 @@ class StopSignal:
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
+    def end_with(self, status: int) -> None:
+        """From now on a signal that ends the engine at once does so with this exit status."""
+        self._status = status
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self._event is None or self._loop is None or (number == signal.SIGINT and self._event.is_set()):
-            self._leave(0)
+            self._leave(self._status)
         else:
             self._loop.call_soon_threadsafe(self._event.set)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -26,12 +27,17 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from sluice_engine.errors import UnsupportedVllmError
+from sluice_core.model_support import SUPPORTED
+from sluice_engine.errors import ModelRefusedError, UnsupportedVllmError
 from sluice_engine.kv_transfer import nixl_progress
 from sluice_engine.supported_versions import SUPPORTED_NIXL, find_version, find_vllm_difference
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
 # Overridden or called: owner -> method -> parameters, in order.
-SIGNATURES: dict[type, dict[str, str]] = {
+SIGNATURES: dict[type | ModuleType, dict[str, str]] = {
     Scheduler: {
         "schedule": "self, throttle_prefills",
         "update_from_output": "self, scheduler_output, model_runner_output",
@@ -93,6 +99,7 @@ SIGNATURES: dict[type, dict[str, str]] = {
     NixlBaseConnectorWorker: {"_handle_heartbeat": "self, payload"},
     EngineCoreOutput: {},
     EngineCore: {"preprocess_add_request": "self, request"},
+    kv_cache_utils: {"get_kv_cache_groups": "vllm_config, kv_cache_spec"},
     EngineCoreProc: {"_process_input_queue": "self", "_handle_client_request": "self, request_type, request"},
 }
 
@@ -174,6 +181,20 @@ def check_installed() -> None:
         raise UnsupportedVllmError("this vLLM is not supported: " + "; ".join(differences))
 
 
+def check_kv_cache_groups(groups: Sequence[Any]) -> None:
+    """Checks how vLLM groups the KV cache of a model's layers.
+
+    Args:
+        groups: vLLM's; layers of a group share blocks.
+
+    Raises:
+        ModelRefusedError: There is not one group, or it is not of full attention.
+    """
+    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise ModelRefusedError(f"the model's KV cache has the groups [{kinds}]; {SUPPORTED}")
+
+
 def check_scheduler(scheduler: Any) -> None:
     """Checks a constructed scheduler: settings and model.
 
@@ -181,13 +202,11 @@ def check_scheduler(scheduler: Any) -> None:
         scheduler: vLLM's scheduler of this engine.
 
     Raises:
+        ModelRefusedError: The model's KV cache is not of full attention alone.
         UnsupportedVllmError: It names every difference.
     """
+    check_kv_cache_groups(scheduler.kv_cache_config.kv_cache_groups)
     differences = []
-    groups = scheduler.kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        differences.append(f"the model's KV cache has the groups [{kinds}], one of full attention is supported")
     if scheduler.policy.value != "priority":
         differences.append(f"scheduling policy is {scheduler.policy.value!r}, must be 'priority'")
     if scheduler.connector is None:
@@ -212,7 +231,7 @@ def _compare_signatures() -> list[str]:
     ]
 
 
-def _read_parameters(owner: type, name: str) -> str:
+def _read_parameters(owner: type | ModuleType, name: str) -> str:
     method = getattr(owner, name, None)
     return ", ".join(inspect.signature(method).parameters) if callable(method) else "missing"
 

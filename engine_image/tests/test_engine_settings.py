@@ -204,6 +204,12 @@ def test_each_kind_of_end_has_a_status_that_launcher_and_operator_know():
         errors.ModelRefusedError,
     )
     assert [kind.exit_status for kind in kinds] == [1, 2, 3, 4, 6, 7]
+    assert [kind.exit_status for kind in kinds if kind.is_permanent] == [2, 3, 7]
+
+
+def test_an_option_that_there_is_not_is_said_like_any_wrong_one():
+    with pytest.raises(errors.SettingsError, match=r"^unrecognized arguments: --what$"):
+        parse_settings([*command_line(), "--what"], {})
 
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.31.2", "0.32.1+cpu"])

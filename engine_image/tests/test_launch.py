@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from engine_ports import PORTS
+from pydantic import BaseModel, Field, field_validator
 from quiet_imports import import_quietly
 
-from sluice_engine.errors import StartError
+from sluice_engine import core_refusal
+from sluice_engine.errors import ModelRefusedError, SettingsError, StartError
 from sluice_engine.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -203,6 +205,30 @@ def test_the_core_is_started_by_vllm_and_a_failure_is_said(launch, monkeypatch) 
         launch.start_core("config")
 
 
+def test_a_core_that_refuses_its_model_says_why(launch, monkeypatch, tmp_path) -> None:
+    class Client:
+        @staticmethod
+        def make_async_mp_client(*_arguments: Any, **_options: Any) -> None:
+            with pytest.raises(errors[0]), core_refusal.reported():
+                raise errors[0]("no attention")
+            raise RuntimeError("see above")
+
+    monkeypatch.setattr(os, "register_at_fork", lambda *, after_in_child: None)
+    monkeypatch.setattr(launch, "EngineCoreClient", Client)
+    monkeypatch.setattr(launch, "Executor", SimpleNamespace(get_class=lambda config: config))
+    monkeypatch.setenv(core_refusal.VARIABLE, "")
+    core_refusal.prepare(tmp_path)
+    errors: list[type[Exception]] = [ModelRefusedError, ValueError, NotImplementedError, RuntimeError]
+    while len(errors) > 1:
+        with pytest.raises(ModelRefusedError, match=r"^no attention$"):
+            launch.start_core("config")
+        (tmp_path / "core-refusal").unlink()
+        del errors[0]
+    # What may be otherwise the next time is not noted.
+    with pytest.raises(StartError, match="did not start: see above"):
+        launch.start_core("config")
+
+
 def test_a_tokenizer_is_loaded_where_there_is_one(launch, monkeypatch) -> None:
     monkeypatch.setattr(launch, "cached_tokenizer_from_config", lambda model: f"tokenizer of {model.name}")
     models = [SimpleNamespace(skip_tokenizer_init=skips, name="m") for skips in (True, False)]
@@ -210,18 +236,77 @@ def test_a_tokenizer_is_loaded_where_there_is_one(launch, monkeypatch) -> None:
     assert found == [None, "tokenizer of m"]
 
 
-def test_a_configuration_that_vllm_refuses_is_said(vllm_config, monkeypatch) -> None:
+def refuse_configuration(vllm_config: Any, monkeypatch: pytest.MonkeyPatch, refuse: Any) -> None:
     monkeypatch.setattr(vllm_config, "set_environment", lambda _settings: None)
     monkeypatch.setattr(vllm_config.model_classes, "register_classes", lambda _model: None)
+    arguments = SimpleNamespace(create_engine_config=refuse)
+    monkeypatch.setattr(vllm_config, "merge_arguments", lambda _user, _own: arguments)
 
-    class Arguments:
-        @staticmethod
-        def create_engine_config() -> None:
-            raise ValueError("too small")
 
-    monkeypatch.setattr(vllm_config, "merge_arguments", lambda _user, _own: Arguments)
-    with pytest.raises(StartError, match="vLLM refuses the configuration: too small"):
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"number": 300}, "Input should be less than or equal to 200"),
+        ({"number": 13}, "no 13, which is unlucky in this building and in the next"),
+    ],
+    ids=["a limit", "a rule"],
+)
+def test_a_configuration_that_vllm_refuses_is_said_in_one_line(vllm_config, monkeypatch, tmp_path, field, said) -> None:
+    class Config(BaseModel):
+        number: int = Field(le=200)
+
+        @field_validator("number")
+        @classmethod
+        def refuse(cls, number: int) -> int:
+            if number == 13:
+                raise ValueError("no 13, which is unlucky in this building\n  and in the next")
+            return number
+
+    refuse_configuration(vllm_config, monkeypatch, lambda: Config(**field))
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ModelRefusedError, match=f"^vLLM refuses the configuration: {said}$"):
+        vllm_config.make_vllm_config(make_settings(model=str(tmp_path)), 1)
+
+
+def test_a_refusal_is_cut_where_a_termination_message_could_not_hold_it(vllm_config) -> None:
+    said = vllm_config.describe_refusal(ValueError("known are " + "X " * 5000))
+    assert len(said) <= 500
+    assert said.endswith("X ...")
+
+
+def test_a_model_of_the_hub_is_not_refused_for_good_nor_one_that_cannot_be_read(vllm_config, monkeypatch) -> None:
+    def fail() -> None:
+        raise errors.pop()
+
+    errors: list[Exception] = [OSError("no route"), ValueError("no such model, or no network")]
+    refuse_configuration(vllm_config, monkeypatch, fail)
+    with pytest.raises(StartError, match="vLLM refuses the configuration: no such model"):
         vllm_config.make_vllm_config(make_settings(), 1)
+    with pytest.raises(StartError, match="vLLM cannot read the model: no route"):
+        vllm_config.make_vllm_config(make_settings(), 1)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"is_attention_free": True}, "has no attention"),
+        ({"is_hybrid": True}, "has layers without attention"),
+        ({"is_encoder_decoder": True, "attention_chunk_size": 64}, "has an encoder and has attention that is local to"),
+        ({"runner_type": "pooling"}, "generates no tokens"),
+    ],
+    ids=["Mamba", "Jamba", "two reasons", "BERT"],
+)
+def test_a_model_is_refused_by_what_vllm_knows_of_its_class(vllm_config, facts, reason) -> None:
+    supported = dict.fromkeys(vllm_config.UNSUPPORTED_MODELS) | {"runner_type": "generate", "architectures": ["A"]}
+    vllm_config.check_model_config(SimpleNamespace(**supported))
+    with pytest.raises(ModelRefusedError, match=rf"^the model \(A\) {reason}.*; models with full attention"):
+        vllm_config.check_model_config(SimpleNamespace(**supported | facts))
+
+
+def test_an_argument_that_vllm_does_not_know_is_said_without_pages_of_usage(vllm_config, capsys) -> None:
+    with pytest.raises(SettingsError, match=r"^arguments after --: unrecognized arguments: --what$"):
+        vllm_config.merge_arguments(("--what",), {})
+    assert capsys.readouterr().err == ""
 
 
 def test_a_class_that_cannot_be_imported_is_left_to_vllm_and_the_others_are_registered(

@@ -41,6 +41,16 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         def install(self) -> None:
             done.append("signals")
 
+    class Refused:
+        def __init__(self, arguments: list[str]) -> None:
+            assert arguments == ARGUMENTS
+
+        def wait(self, stop: Any) -> None:
+            done.append(("wait", type(stop)))
+
+        def keep(self, error: Exception, model: str) -> None:
+            done.append(("keep", str(error), model))
+
     def leave(status: int) -> None:
         done.append(("leave", status))
         raise Left
@@ -51,11 +61,12 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return 5
 
     monkeypatch.setattr(program, "StopSignal", Stop)
+    monkeypatch.setattr(program, "RefusedStart", Refused)
     monkeypatch.setattr(program, "leave", leave)
     monkeypatch.setattr(program.os, "environ", {})
     monkeypatch.setattr(program.logging, "basicConfig", lambda **_: None)
     monkeypatch.setattr(program, "check_vllm_version", lambda: done.append("version"))
-    monkeypatch.setattr(program, "check_model", lambda settings: done.append(("model", settings.model)))
+    monkeypatch.setattr(program, "check_model", lambda model, arguments: done.append(("model", model, arguments)))
     monkeypatch.setattr(program, "check_devices", lambda settings: done.append(("devices", settings.require_rdma)))
     monkeypatch.setattr(program, "write_termination_log", lambda message: done.append(("log", message)))
     monkeypatch.setitem(sys.modules, "sluice_engine.lifecycle", SimpleNamespace(run=run))
@@ -66,7 +77,7 @@ def test_an_engine_is_checked_before_it_starts_and_leaves_with_its_status(steps)
     with pytest.raises(Left):
         program.main(ARGUMENTS)
     stop = program.StopSignal
-    checks = ["signals", "version", ("model", "m"), ("devices", False)]
+    checks = ["signals", ("wait", stop), "version", ("model", "m", ()), ("devices", False)]
     assert steps == [*checks, ("run", "e", stop, True, ""), ("leave", 5)]
     assert program.os.environ["VLLM_LOGGING_LEVEL"] == "WARNING"
     assert program.os.environ["UCX_LOG_LEVEL"] == "info"
@@ -84,12 +95,12 @@ def test_why_an_engine_does_not_start_is_said_where_the_pods_status_shows_it(
     steps, monkeypatch, capsys, check, error, status
 ) -> None:
     def refuse(*_settings: object) -> None:
-        raise error("it cannot be")
+        raise error("it\n  cannot be")
 
     monkeypatch.setattr(program, check, refuse)
     with pytest.raises(Left):
         program.main(ARGUMENTS)
-    assert steps[-2:] == [("log", "it cannot be"), ("leave", status)]
+    assert steps[-3:] == [("log", "it cannot be"), ("keep", "it\n  cannot be", "m"), ("leave", status)]
     assert "run" not in {step[0] for step in steps}
     assert capsys.readouterr().err == "sluice_engine: it cannot be\n"
 

@@ -1,64 +1,40 @@
-"""What a config.json says of attention that the engine does not support."""
+"""A model is refused by its config.json alone, in an engine and before its weights are fetched."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import subprocess
+import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 from sluice_engine.errors import ModelRefusedError
-from sluice_engine.settings import EngineSettings
-from sluice_engine.startup.model_check import check_model, find_unsupported_attention
+from sluice_engine.startup import model_check
+from sluice_engine.startup.model_check import check_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        pytest.param({"model_type": "llama"}, "", id="full attention"),
-        pytest.param({"sliding_window": None}, "", id="no window"),
-        pytest.param({"sliding_window": 0}, "", id="a window of nothing"),
-        pytest.param({"sliding_window": 4096, "use_sliding_window": False}, "", id="Qwen2, whose window is off"),
-        pytest.param({"sliding_window": 128, "layer_types": ["full_attention"] * 2}, "", id="a window of no layer"),
-        pytest.param({"sliding_window": 4096}, "sliding_window is 4096", id="Mistral"),
-        pytest.param(
-            {"text_config": {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]}},
-            "layer_types has sliding_attention",
-            id="Gemma 3",
-        ),
-        pytest.param(
-            {"layer_types": ["linear_attention", "full_attention"]}, "layer_types has linear_attention", id="Qwen3-Next"
-        ),
-    ],
-)
-def test_attention_that_is_not_full_is_named(config: dict[str, Any], reason: str) -> None:
-    assert find_unsupported_attention(config) == reason
-
-
-def check(model: Path | str, *vllm_args: str) -> None:
-    fields = {"engine_id": "e", "port": 1, "metrics_port": 2, "kv_host": "h", "kv_port": 3, "max_batch_tokens": 64}
-    check_model(EngineSettings(model=str(model), vllm_args=vllm_args, **fields))
-
-
-def test_a_model_is_refused_by_its_config_unless_the_user_overrides_it(tmp_path: Path) -> None:
-    check("org/model")
-    check(tmp_path)
+def test_a_model_is_refused_in_one_line_and_with_the_status_of_a_refusal(tmp_path: Path, capsys) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"sliding_window": 4096}')
     expected = f"{path}: sliding_window is 4096; models with full attention in every layer are supported"
-    for arguments in ((), ("--gpu-memory-utilization", "0.8")):
-        with pytest.raises(ModelRefusedError) as refused:
-            check(tmp_path, *arguments)
-        assert str(refused.value) == expected
-    for override in ("--disable-sliding-window", "--disable_sliding_window", '--hf-overrides={"sliding_window": null}'):
-        check(tmp_path, "--enforce-eager", override)
-    path.write_text('{"sliding_window": null}')
-    check(tmp_path)
+    with pytest.raises(ModelRefusedError) as refused:
+        check_model(str(tmp_path), ("--enforce-eager",))
+    assert str(refused.value) == expected
+    assert model_check.main([str(tmp_path), "--enforce-eager"]) == 7
+    assert capsys.readouterr().err == f"sluice_engine: {expected}\n"
+    override = '--hf-overrides={"sliding_window": null}'
+    check_model(str(tmp_path), (override,))
+    assert model_check.main([str(tmp_path), override]) == 0
 
 
-def test_a_config_that_is_cut_off_is_to_be_fetched_again(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"sliding_wi')
-    with pytest.raises(ModelRefusedError, match=r"config.json is not JSON \(.*\); fetch the model again"):
-        check(tmp_path)
+def test_the_check_before_the_weights_imports_no_vllm(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"state_size": 128}')
+    program = (
+        "import sys; from sluice_engine.startup import model_check; print(model_check.main(), 'vllm' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "7 False\n"
+    assert done.stderr.count("\n") == 1

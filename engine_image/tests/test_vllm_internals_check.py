@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import engine_harness
 import pytest
 
-from sluice_engine.errors import UnsupportedVllmError
+from sluice_engine.errors import ModelRefusedError, UnsupportedVllmError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,7 +106,6 @@ def make_scheduler(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_cache_config": SimpleNamespace(kv_cache_groups=[])}, r"groups \[\], one of full attention"),
         ({"policy": SimpleNamespace(value="fcfs")}, "scheduling policy is 'fcfs'"),
         ({"connector": None}, "no KV connector"),
         ({"recompute_kv_load_failures": False}, "must be 'recompute'"),
@@ -128,6 +127,25 @@ def test_unsupported_setting_is_named(changes: dict[str, Any], message: str) -> 
     vllm_internals_check.check_scheduler(make_scheduler())
     with pytest.raises(UnsupportedVllmError, match=message):
         vllm_internals_check.check_scheduler(make_scheduler(**changes))
+
+
+def test_another_kv_cache_than_one_of_full_attention_is_a_refusal_of_the_model(monkeypatch, tmp_path: Path) -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    from sluice_engine import core_refusal, vllm_internals_check
+
+    with pytest.raises(ModelRefusedError, match=r"groups \[\]; models with full attention"):
+        vllm_internals_check.check_scheduler(make_scheduler(kv_cache_config=SimpleNamespace(kv_cache_groups=[])))
+    # The plugin finds it before vLLM's connectors do, in our engines alone.
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False))
+    monkeypatch.delenv(core_refusal.VARIABLE, raising=False)
+    assert kv_cache_utils.get_kv_cache_groups(config, {}) == []
+    monkeypatch.setenv(core_refusal.VARIABLE, "")
+    core_refusal.prepare(tmp_path)
+    assert core_refusal.read() == ""
+    with pytest.raises(ModelRefusedError):
+        kv_cache_utils.get_kv_cache_groups(config, {})
+    assert core_refusal.read().startswith("the model's KV cache has the groups []")
 
 
 def test_replay_generator_finds_its_place_by_counting_tokens() -> None:

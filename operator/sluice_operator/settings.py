@@ -47,6 +47,9 @@ class OperatorSettings(BaseModel):
         pattern=r"^([^=,\s]+=[^=,\s]*(,[^=,\s]+=[^=,\s]*)*)?$",
         description="labels of these ServiceMonitors, as NAME=VALUE by comma",
     )
+    runbook_url: str = Field(
+        default="", description="address of the runbook, to which messages of conditions link; empty: they name it"
+    )
     host: str = Field(default="0.0.0.0", description="address of probes and metrics")
     port: int = Field(default=9090, ge=0, le=65535, description="port of /livez, /readyz and /metrics; 0: a free one")
     workers: int = Field(default=8, ge=1, le=256, description="clusters that are reconciled at once")

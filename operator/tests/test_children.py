@@ -20,6 +20,7 @@ from sluice_operator.api.sliders import resolve_sliders
 from sluice_operator.resources.apply import is_applied
 from sluice_operator.resources.children import RenderInputs, render_children
 from sluice_operator.resources.deployments.engine_deployment import render_engines
+from sluice_operator.resources.pods.model_volume import FETCH_PROGRAM
 from sluice_operator.resources.pods.router_pod import CPU_REQUEST
 from sluice_operator.settings import OperatorSettings
 
@@ -338,10 +339,12 @@ def test_a_volume_is_mounted_read_only_in_engines_and_routers() -> None:
 def test_a_model_of_the_hub_is_fetched_first_and_routers_fetch_no_weights() -> None:
     source = {"huggingFace": {"tokenSecretRef": {"name": "hub", "key": "token"}, "cacheClaimName": "cache"}}
     model = {"name": "org/model", "revision": COMMIT, "source": source}
-    engine = engine_template(model=model)["spec"]["initContainers"][0]
+    fields = {"model": model, "engine": {"extraArgs": ["--hf-overrides={}"]}}
+    engine = engine_template(**fields)["spec"]["initContainers"][0]
     router = router_template(model=model)["spec"]["initContainers"][0]
-    assert " ".join(engine["command"]) == (
-        f"python -m huggingface_hub.cli.hf download org/model --local-dir /model --revision {COMMIT}"
+    assert engine["command"] == ["python", "-c", FETCH_PROGRAM, "org/model", COMMIT, "--hf-overrides={}"]
+    assert " ".join(router["command"]).startswith(
+        f"python -m huggingface_hub.cli.hf download org/model --local-dir /model --revision {COMMIT} --include"
     )
     assert "*.safetensors" not in router["command"]
     assert "*.json" in router["command"]

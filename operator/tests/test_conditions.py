@@ -110,6 +110,13 @@ REPORT = EngineReport(
     role=None, chunk_size_tokens=0, acknowledged_generation=7, is_drained=False, load=0, transport="tcp", fault=""
 )
 REFUSAL = Failure(reason=Reason.REFUSED, message="spec.replicas: 0 is too few")
+# The engine's second process waits; the pod's status keeps saying how the first one ended.
+ENDED = {"terminated": {"exitCode": 7, "message": "sliding_window is 4096"}}
+WAITING_AFTER_REFUSAL = {
+    "containerStatuses": [
+        {"name": "engine", "ready": False, "restartCount": 4, "state": {"running": {}}, "lastState": ENDED}
+    ]
+}
 APPLYING = ("True", "ApplyingPlan")
 
 
@@ -274,6 +281,22 @@ def test_messages_count_and_name_the_objects_concerned() -> None:
 def test_a_message_is_no_longer_than_the_definition_allows() -> None:
     status = render_status(find(failures=(Failure(reason=Reason.FORBIDDEN, message="x" * 9999),)), "t")
     assert max(len(item["message"]) for item in status["conditions"]) == 4096
+
+
+@pytest.mark.parametrize(
+    ("url", "where"),
+    [("", "see EngineRefused in the runbook"), ("https://x/runbook.md", "see https://x/runbook.md#enginerefused")],
+    ids=["no address", "an address"],
+)
+def test_a_refused_engine_is_said_with_a_link_to_the_runbook(url: str, where: str) -> None:
+    pod = make_pod("e1", is_ready=False, **WAITING_AFTER_REFUSAL)
+    status = render_status(find(engines=(pod,), runbook_url=url), "t")
+    (degraded,) = (item for item in status["conditions"] if item["type"] == "Degraded")
+    assert degraded["reason"] == "EngineRefused"
+    assert degraded["message"] == (
+        "container engine of pod e1 refuses to start: sliding_window is 4096; "
+        f"it starts when the spec or the model is another; {where}"
+    )
 
 
 def test_every_condition_says_which_generation_it_is_about() -> None:

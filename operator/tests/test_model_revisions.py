@@ -54,7 +54,7 @@ def test_every_pod_fetches_the_revision_that_is_stored_and_waits_for_it() -> Non
         assert variable in template["spec"]["containers"][0]["env"]
         # The first one asks the Hub, a later one does not: it knows what is stored.
         assert resolve["env"][0]["valueFrom"]["configMapKeyRef"] == {**reference, "optional": True}
-        assert "--revision $(SLUICE_MODEL_REVISION)" in " ".join(fetch["command"])
+        assert "$(SLUICE_MODEL_REVISION)" in fetch["command"]
         mounts = [each for part in (fetch, template["spec"]["containers"][0]) for each in part["volumeMounts"]]
         folders = {mount["subPathExpr"] for mount in mounts if mount["name"] == "model"}
         assert len(folders) == 1

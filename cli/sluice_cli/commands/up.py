@@ -20,7 +20,7 @@ from sluice_operator.api.manifest import ManifestError
 
 @click.command()
 @click.argument("manifest", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("-d", "--detach", is_flag=True, help="Return once the cluster serves.")
+@click.option("-d", "--detach", is_flag=True, help="Return once the cluster serves, or never will.")
 @click.option(
     "--http-port", type=click.IntRange(1024, 65535), help="Port of the first router instead of the manifest's."
 )

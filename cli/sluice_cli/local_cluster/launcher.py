@@ -94,8 +94,9 @@ async def run_launcher(
     manifest = read_manifest(options, text)
     directory = ClusterDirectory(manifest.metadata.name, options.home)
     directory.lock()
-    directory.write_launcher("starting", manifest=str(options.manifest.absolute()), model=manifest.served_name)
+    # From the phase on, others take the processes for this launcher's.
     kill_leftovers(directory, report)
+    directory.write_launcher("starting", manifest=str(options.manifest.absolute()), model=manifest.served_name)
     cluster = _make_cluster(manifest, directory, options, report)
     last_phase = "failed"
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice.certificates import CertificateError, read_certificates
+from sluice_core.model_support import find_refusal
 from sluice_operator.api import names
 from sluice_operator.api.manifest import ManifestProblem
 from sluice_operator.resources.pods.secrets import describe_security
@@ -81,6 +82,8 @@ def check_local(
         claim = spec.model.source.persistent_volume_claim.claim_name
         hint = f"put the model there or pass --volume {claim}=DIR (`make model` makes the tiny one)"
         problems.append(ManifestProblem(field="spec.model.source", message=f"{directory} is not a directory; {hint}"))
+    elif refusal := find_refusal(directory, spec.engine.extra_args):
+        problems.append(ManifestProblem(field="spec.model.source", message=refusal))
     modes = (
         ("network.mode", spec.network.mode, "RDMA", "TCP"),
         ("network.tls.mode", spec.network.tls.mode, "CertManager", "SecretRef"),

@@ -51,10 +51,11 @@ def _send_again(process: psutil.Process) -> None:
 
 
 def kill_leftovers(directory: ClusterDirectory, report: Callable[[str], None]) -> None:
-    """Kills processes that an earlier launcher left behind, if the kernel has not done so."""
+    """Kills processes that an earlier launcher left behind, if the kernel has not done so, and forgets them."""
     for record in directory.read_processes():
         process = record.find()
         if process:
             report(f"{record.name} of an earlier launcher still runs (process {process.pid}); it is killed")
             process.kill()
             process.wait()
+    directory.write_processes([])

@@ -30,7 +30,8 @@ class ClusterDisplay:
     def report(self, line: str) -> None:
         """Prints a line with the time."""
         now = dt.datetime.now(tz=dt.UTC).astimezone()
-        self._console.print(Text(f"{now:%H:%M:%S} {line}"))
+        # One line, however long: what a terminal wraps by itself, a file is searched for.
+        self._console.print(Text(f"{now:%H:%M:%S} {line}"), soft_wrap=True)
 
     async def show(self, cluster: LocalCluster) -> None:
         """Shows a cluster until cancelled."""

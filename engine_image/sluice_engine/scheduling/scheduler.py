@@ -22,7 +22,7 @@ from sluice_core.kv_blocks import blocks_for_tokens
 from sluice_core.records import MoveCause
 from sluice_core.scheduling.decode_set import DecodeSet
 from sluice_core.scheduling.engine_policy import RequestKind
-from sluice_engine import core_encoding, core_messages, vllm_internals_check
+from sluice_engine import core_encoding, core_messages, core_refusal, vllm_internals_check
 from sluice_engine.child_processes import die_with_parent
 from sluice_engine.kv_transfer.grants import EngineRoom, GrantAllocator, GrantTable, answer_grant
 from sluice_engine.kv_transfer.incoming_pulls import IncomingPulls
@@ -65,7 +65,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         vllm_internals_check.check_installed()
         super().__init__(*args, **kwargs)
-        vllm_internals_check.check_scheduler(self)
+        with core_refusal.reported():
+            vllm_internals_check.check_scheduler(self)
         die_with_parent()
         manager = self.kv_cache_manager
         decodes = DecodeSet(block_size_tokens=self.block_size, max_num_seqs=self.max_num_running_reqs)

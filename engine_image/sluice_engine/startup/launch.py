@@ -11,8 +11,9 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor.abstract import Executor
 
+from sluice_engine import core_refusal
 from sluice_engine.child_processes import die_with_parent
-from sluice_engine.errors import StartError
+from sluice_engine.errors import ModelRefusedError, StartError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,12 +57,15 @@ def start_core(config: VllmConfig) -> Any:
         vLLM's ``AsyncMPClient``.
 
     Raises:
+        ModelRefusedError: It refuses the model.
         StartError: It did not become ready.
     """
     os.register_at_fork(after_in_child=become_core)
     try:
         return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=False)
     except (RuntimeError, TimeoutError, OSError) as error:
+        if reason := core_refusal.read():
+            raise ModelRefusedError(reason) from error
         raise StartError(f"the EngineCore did not start: {error}") from error
 
 

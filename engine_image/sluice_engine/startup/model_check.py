@@ -1,47 +1,47 @@
-"""Refuses a model that cannot be served, by its config.json, before vLLM loads for minutes."""
+"""Refuses a model that cannot be served, by its config.json, before vLLM loads for minutes.
+
+    python -m sluice_engine.startup.model_check DIRECTORY [ARGUMENT OF VLLM ...]
+
+says the same before the weights are fetched: it ends with the exit status of a model that is refused, or with 0.
+"""
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from sluice_core.model_support import find_refusal
 from sluice_engine.errors import ModelRefusedError
 
 if TYPE_CHECKING:
-    from sluice_engine.settings import EngineSettings
-
-FULL_ATTENTION = "full_attention"
-# Arguments of vLLM that change what config.json says of attention.
-OVERRIDES = ("--disable-sliding-window", "--hf-overrides")
+    from collections.abc import Sequence
 
 
-def check_model(settings: EngineSettings) -> None:
+def check_model(model: str, vllm_arguments: Sequence[str]) -> None:
     """Refuses a model whose layers do not all have full attention.
+
+    Args:
+        model: Its directory; what is still on a hub is left to vLLM.
+        vllm_arguments: Arguments of vLLM, which may change what config.json says.
 
     Raises:
         ModelRefusedError: Names the field of config.json and its value.
     """
-    path = Path(settings.model) / "config.json"
-    has_overrides = any(item.replace("_", "-").startswith(OVERRIDES) for item in settings.vllm_args)
-    if has_overrides or not path.is_file():
-        return
+    if reason := find_refusal(Path(model), vllm_arguments):
+        raise ModelRefusedError(reason)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Checks a model's directory; returns the exit status."""
+    model, *vllm_arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelRefusedError(f"{path} is not JSON ({error}); fetch the model again") from error
-    reason = find_unsupported_attention(config)
-    if reason:
-        raise ModelRefusedError(f"{path}: {reason}; models with full attention in every layer are supported")
+        check_model(model, vllm_arguments)
+    except ModelRefusedError as error:
+        print(f"sluice_engine: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
 
 
-def find_unsupported_attention(config: dict[str, Any]) -> str:
-    """Finds what a config.json says of attention that is not full; empty: nothing."""
-    text: dict[str, Any] = config.get("text_config") or config
-    kinds = sorted(set(text.get("layer_types") or ()) - {FULL_ATTENTION})
-    if kinds:
-        return f"layer_types has {', '.join(map(str, kinds))}"
-    window = text.get("sliding_window")
-    if window and not text.get("layer_types") and text.get("use_sliding_window", True):
-        return f"sliding_window is {window}"
-    return ""
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,22 +8,28 @@ environment for threads, logging and the network keep their values.
 from __future__ import annotations
 
 import os
+import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from huggingface_hub.errors import StrictDataclassError
+from pydantic import ValidationError
 from vllm.config import KVTransferConfig, StructuredOutputsConfig, VllmConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from sluice_core.model_support import SUPPORTED
 from sluice_engine import plugin
 from sluice_engine.emulation import emulated_gpu_profile
-from sluice_engine.errors import StartError
+from sluice_engine.errors import ModelRefusedError, SettingsError, StartError
 from sluice_engine.kv_transfer.transfer_config import make_transfer_config
 from sluice_engine.startup import model_classes
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
     from sluice_engine.settings import EngineSettings
 
 # CPU defaults. vLLM's own block of 128 tokens hides errors at block boundaries; 32 is the smallest that it recommends.
@@ -37,6 +43,15 @@ GRAMMAR_BACKEND = "guidance"
 PREFIX_HASH = "sha256"
 # Seconds after which a peer that vanished without a reset counts as gone; a pull of it hangs for minutes otherwise.
 PEER_TIMEOUT = "4s"
+# What vLLM knows of a model by its class, where config.json does not say it: attribute -> what it means.
+UNSUPPORTED_MODELS = {
+    "is_attention_free": "has no attention",
+    "is_hybrid": "has layers without attention",
+    "is_encoder_decoder": "has an encoder",
+    "attention_chunk_size": "has attention that is local to chunks",
+}
+# vLLM lists every architecture that it knows; a pod's termination message has 4096 bytes.
+MAX_REFUSAL_CHARACTERS = 500
 
 
 def set_environment(settings: EngineSettings) -> None:
@@ -73,7 +88,9 @@ def make_vllm_config(settings: EngineSettings, epoch: int) -> VllmConfig:
         epoch: Its epoch; a restarted engine is another one to NIXL.
 
     Raises:
-        StartError: vLLM refuses it.
+        ModelRefusedError: vLLM refuses it, or the model needs what engines do not support.
+        SettingsError: An argument of vLLM's is wrong.
+        StartError: The model cannot be read.
     """
     set_environment(settings)
     if is_forked(settings):
@@ -81,19 +98,52 @@ def make_vllm_config(settings: EngineSettings, epoch: int) -> VllmConfig:
     try:
         arguments = merge_arguments(settings.vllm_args, vllm_arguments(settings, epoch))
         config = arguments.create_engine_config()
-    except (ValueError, OSError) as error:
-        raise StartError(f"vLLM refuses the configuration: {error}") from error
+    except (ValueError, StrictDataclassError) as error:
+        refused = f"vLLM refuses the configuration: {describe_refusal(error)}"
+        # A name is looked up on the Hub, which may answer another time.
+        is_here = Path(settings.model, "config.json").is_file()
+        raise ModelRefusedError(refused) if is_here else StartError(refused) from error
+    except OSError as error:
+        raise StartError(f"vLLM cannot read the model: {error}") from error
+    check_model_config(config.model_config)
     if is_forked(settings):
         # The CPU platform sets "spawn" while the configuration is made.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return config
 
 
+def describe_refusal(error: Exception) -> str:
+    """Says in one line why vLLM refuses a configuration; pydantic says it in several, with a link."""
+    said = "; ".join(item["msg"] for item in error.errors()) if isinstance(error, ValidationError) else str(error)
+    return textwrap.shorten(said.replace("Value error, ", ""), MAX_REFUSAL_CHARACTERS, placeholder=" ...")
+
+
+def check_model_config(config: ModelConfig) -> None:
+    """Refuses a model by what vLLM knows of it, before its weights are loaded.
+
+    Raises:
+        ModelRefusedError: Says what the model has.
+    """
+    found = [meaning for name, meaning in UNSUPPORTED_MODELS.items() if getattr(config, name)]
+    if config.runner_type != "generate":
+        found.append("generates no tokens")
+    if found:
+        raise ModelRefusedError(f"the model ({', '.join(config.architectures)}) {' and '.join(found)}; {SUPPORTED}")
+
+
+class VllmArgumentParser(FlexibleArgumentParser):  # type: ignore[misc]
+    """vLLM's parser, whose errors are ours."""
+
+    def error(self, message: str) -> NoReturn:
+        """Says what is wrong, without the pages of usage."""
+        raise SettingsError(f"arguments after --: {message}")
+
+
 def merge_arguments(user: tuple[str, ...], own: dict[str, Any]) -> AsyncEngineArgs:
     """Merges vLLM's arguments: the user's, over them our own, its defaults for the others."""
     if not user:
         return AsyncEngineArgs(**own)
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="python -m sluice_engine ... --"))
+    parser = AsyncEngineArgs.add_cli_args(VllmArgumentParser(prog="python -m sluice_engine ... --"))
     namespace = parser.parse_args(list(user))
     vars(namespace).update(own)
     return AsyncEngineArgs.from_cli_args(namespace)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from sluice_core.slo_attainment import SloCounts
 from sluice_operator.api import names
 from sluice_operator.api.condition_types import REASONS, ConditionType, Failure, Reason
+from sluice_operator.api.runbook_links import link_runbook, refer_to_runbook
 from sluice_operator.routers.engine_reports import find_refused_engines
 
 if TYPE_CHECKING:
@@ -174,8 +175,8 @@ def _describe_rollout(
 
 def describe_failed_roll(roll: RolloutState) -> str:
     """Says why a roll went back, and what to do."""
-    advice = "edit the spec, or take rollout.gate away to roll all the same; see RolledBack in the runbook"
-    return f"the engines that served before are back: {roll.failure}; {advice}"
+    advice = "edit the spec, or take rollout.gate away to roll all the same"
+    return f"the engines that served before are back: {roll.failure}; {advice}; {refer_to_runbook(Reason.ROLLED_BACK)}"
 
 
 def _describe_roll(rolling: Sequence[str], cluster: ServingCluster, roll: RolloutState | None) -> str:
@@ -347,7 +348,9 @@ def _decide_autoscaled(inputs: StatusInputs) -> Condition:
     )
 
 
-def render_condition(condition: Condition, old: Object, generation: int, now_text: str) -> Object:
+def render_condition(
+    condition: Condition, old: Object, generation: int, now_text: str, runbook_url: str = ""
+) -> Object:
     """Renders a condition for the status; its transition time changes only when its status does.
 
     Args:
@@ -355,6 +358,7 @@ def render_condition(condition: Condition, old: Object, generation: int, now_tex
         old: The status before.
         generation: The generation of the spec that was observed.
         now_text: The time, as Kubernetes writes it.
+        runbook_url: Address of the runbook; empty: there is none.
     """
     before = next((item for item in old.get("conditions", []) if item["type"] == condition.type), None)
     is_same = before is not None and before["status"] == condition.status
@@ -364,5 +368,5 @@ def render_condition(condition: Condition, old: Object, generation: int, now_tex
         "observedGeneration": generation,
         "lastTransitionTime": before["lastTransitionTime"] if before and is_same else now_text,
         "reason": str(condition.reason),
-        "message": condition.message[:MAX_MESSAGE_CHARACTERS],
+        "message": link_runbook(condition.message, runbook_url)[:MAX_MESSAGE_CHARACTERS],
     }

@@ -324,6 +324,7 @@ class Reconciler:
             waiting_upgrade=applied.waiting_upgrade,
             rollout=applied.rollout,
             switching=planned.models.describe() if planned.models else "",
+            runbook_url=self._settings.runbook_url,
         )
 
     def _compute_requeue_s(

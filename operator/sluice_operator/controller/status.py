@@ -36,7 +36,9 @@ def render_status(inputs: StatusInputs, now_text: str) -> Object:
     old = inputs.body.get("status") or {}
     name = inputs.body["metadata"]["name"]
     generation = inputs.body["metadata"].get("generation", 0)
-    conditions = [render_condition(item, old, generation, now_text) for item in decide_conditions(inputs)]
+    conditions = [
+        render_condition(item, old, generation, now_text, inputs.runbook_url) for item in decide_conditions(inputs)
+    ]
     status: Object = {
         "observedGeneration": generation,
         "conditions": conditions,

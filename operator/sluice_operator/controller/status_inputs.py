@@ -52,6 +52,7 @@ class StatusInputs:
         rollout: What was decided about a gated roll.
         switching: How far one model has replaced another; empty: none does.
         waiting_upgrade: Which images wait for their turn; empty: none.
+        runbook_url: Address of the runbook; empty: there is none.
     """
 
     body: Object
@@ -75,6 +76,7 @@ class StatusInputs:
     rollout: GateDecision = field(default_factory=lambda: GateDecision(state=None))
     switching: str = ""
     waiting_upgrade: str = ""
+    runbook_url: str = ""
 
     @property
     def num_engines_ready(self) -> int:

@@ -62,7 +62,8 @@ def render_engine_pod(cluster: ServingCluster, image: str, gpu_resource_name: st
     name, spec = cluster.metadata.name, cluster.spec
     labels = select_component(name, names.ENGINE)
     # Emulated engines load no weights.
-    model = mount_model(spec.model, names.name_plan(name), files=ROUTER_FILES if spec.engine.emulation else ())
+    files = ROUTER_FILES if spec.engine.emulation else ()
+    model = mount_model(spec.model, names.name_plan(name), files=files, vllm_arguments=spec.engine.extra_args)
     # Engines ask routers for certificates; the control plane speaks with routers only.
     security = describe_security(cluster, names.ENGINE, locate_in_pod, control_name="")
     volumes, mounts = mount_secrets(cluster, names.ENGINE)

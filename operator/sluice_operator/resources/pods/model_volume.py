@@ -27,6 +27,21 @@ if not revision:
     revision = HfApi().model_info(sys.argv[1], revision=sys.argv[2] or None).sha
 pathlib.Path("/dev/termination-log").write_text(revision)
 """
+# Weights take minutes and disk, config.json neither: what the engine would refuse by it is not fetched, and the engine,
+# which starts all the same, says why. An image without the check ends it with another status, and gets everything.
+FETCH_PROGRAM = """\
+import os, subprocess, sys
+model, revision, *vllm_arguments = sys.argv[1:]
+fetch = [sys.executable, "-m", "huggingface_hub.cli.hf", "download", model, "--local-dir", "/model"]
+fetch += ["--revision", revision]
+if status := subprocess.run([*fetch, "--include", "config.json"]).returncode:
+    sys.exit(status)
+check = [sys.executable, "-m", "sluice_engine.startup.model_check", "/model", *vllm_arguments]
+if subprocess.run(check).returncode == 7:
+    print("the weights of a model that is refused are not fetched", file=sys.stderr)
+    sys.exit()
+os.execv(sys.executable, fetch)
+"""
 CA_VOLUME = "ca-bundle"
 CA_DIRECTORY = "/etc/sluice/ca"
 CA_FILE = "ca.crt"
@@ -51,13 +66,17 @@ class ModelMount:
     variables: tuple[Object, ...] = ()
 
 
-def mount_model(model: ModelSpec, plan_name: str, *, files: tuple[str, ...] = ()) -> ModelMount:
+def mount_model(
+    model: ModelSpec, plan_name: str, *, files: tuple[str, ...] = (), vllm_arguments: tuple[str, ...] = ()
+) -> ModelMount:
     """Mounts the model.
 
     Args:
         model: The model and its source.
         plan_name: ConfigMap in which the operator keeps the revision of a model that names none.
-        files: Patterns of the files that are needed; all when empty. Sources that fetch nothing give all.
+        files: Patterns of the files that are needed; all when empty, unless an engine would refuse the model. Sources
+            that fetch nothing give all.
+        vllm_arguments: The engine's, which may change what it refuses.
     """
     source = model.source
     if source.persistent_volume_claim:
@@ -68,7 +87,7 @@ def mount_model(model: ModelSpec, plan_name: str, *, files: tuple[str, ...] = ()
         # Read-only by nature; the kubelet pulls it as it pulls any image.
         return _mount({"image": {"reference": source.image.reference}}, source.image.path)
     assert source.hugging_face is not None, "exactly one source is given (api/cross_field_rules.py)"
-    return _fetch(model, source.hugging_face, plan_name, files)
+    return _fetch(model, source.hugging_face, plan_name, files, vllm_arguments)
 
 
 def _mount(volume: Object, path: str) -> ModelMount:
@@ -85,7 +104,13 @@ def _describe_mount(path: str, *, is_read_only: bool, has_variables: bool = Fals
     return mount
 
 
-def _fetch(model: ModelSpec, source: HuggingFaceSource, plan_name: str, files: tuple[str, ...]) -> ModelMount:
+def _fetch(
+    model: ModelSpec,
+    source: HuggingFaceSource,
+    plan_name: str,
+    files: tuple[str, ...],
+    vllm_arguments: tuple[str, ...],
+) -> ModelMount:
     """Init containers download into a volume; what is there already is only checked."""
     is_unpinned = needs_resolution(model)
     revision = f"$({REVISION_VARIABLE})" if is_unpinned else str(model.revision)
@@ -107,11 +132,9 @@ def _fetch(model: ModelSpec, source: HuggingFaceSource, plan_name: str, files: t
         mounts.append({"name": CA_VOLUME, "mountPath": CA_DIRECTORY, "readOnly": True})
         volumes += (_render_ca_volume(source.ca_bundle),)
     known = [_refer_to_revision(model, plan_name)] if is_unpinned else []
-    download = ["python", "-m", "huggingface_hub.cli.hf", "download", model.name, "--local-dir", MODEL_DIRECTORY]
-    includes = [part for pattern in files for part in ("--include", pattern)]
     fetch = {
         "name": FETCH_MODEL,
-        "command": [*download, "--revision", revision, *includes],
+        "command": _render_fetch_command(model.name, revision, files, vllm_arguments),
         "env": [*known, *environment],
         "volumeMounts": mounts,
     }
@@ -129,6 +152,15 @@ def _fetch(model: ModelSpec, source: HuggingFaceSource, plan_name: str, files: t
         init_containers=(*resolve, fetch),
         variables=tuple(known) if source.cache_claim_name else (),
     )
+
+
+def _render_fetch_command(
+    name: str, revision: str, files: tuple[str, ...], vllm_arguments: tuple[str, ...]
+) -> list[str]:
+    if not files:
+        return ["python", "-c", FETCH_PROGRAM, name, revision, *vllm_arguments]
+    download = ["python", "-m", "huggingface_hub.cli.hf", "download", name, "--local-dir", MODEL_DIRECTORY]
+    return [*download, "--revision", revision, *(part for pattern in files for part in ("--include", pattern))]
 
 
 def _refer_to_revision(model: ModelSpec, plan_name: str, *, is_optional: bool = False) -> Object:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from sluice_operator.api.condition_types import Failure, Reason
 from sluice_operator.api.model_identity import REVISION_KEY_PREFIX
 from sluice_operator.api.names import ENGINE
+from sluice_operator.api.runbook_links import refer_to_runbook
 from sluice_operator.kubernetes.objects import name_of
 from sluice_operator.resources.pods.rdma import PREFLIGHT
 
@@ -75,7 +76,7 @@ def _find_container_failure(pod: str, container: Object) -> Iterator[Failure]:
         yield Failure(reason=Reason.PREFLIGHT_FAILED, message=f"{where}: {what}")
     elif ended and is_engine_refusal(container, ended):
         what = ended.get("message") or f"exit code {ended.get('exitCode')}"
-        advice = "it starts when the spec or the model is another; see EngineRefused in the runbook"
+        advice = f"it starts when the spec or the model is another; {refer_to_runbook(Reason.ENGINE_REFUSED)}"
         yield Failure(reason=Reason.ENGINE_REFUSED, message=f"{where} refuses to start: {what}; {advice}")
     elif reason is Reason.CRASH_LOOP or (
         not container.get("ready") and ended and container.get("restartCount", 0) >= CRASH_LOOP_RESTARTS
