@@ -69,8 +69,8 @@ class Publication:
         self._sign(self.chart)
 
     def sign_files(self, folder: Path) -> None:
-        """Signs every file of a folder; a signature lies beside its file."""
-        for file in sorted(folder.iterdir()):
+        """Signs every file of a folder but hidden ones, as the release takes them; a signature lies beside its file."""
+        for file in sorted(folder.glob("[!.]*")):
             bundle = ("--bundle", f"{file}{SIGNATURE}")
             run(self.cosign, "sign-blob", "--yes", *self.signing, *bundle, str(file))
 
