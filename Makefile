@@ -12,7 +12,7 @@
 # make images-check builds the images of the Dockerfiles, and runs them there (30 GB of disk, a quarter of an hour)
 # make autoscalers-check builds KEDA and prometheus-adapter, and has them scale a cluster there (half an hour)
 # make compatibility runs the tests on other Pythons and Kubernetes versions, then the two above (hours; ARGS="python")
-# make release-check makes the files of a release and checks them; all but the push (helm)
+# make release-check makes the files of a release, and publishes them at a registry on this machine (helm, Go)
 # make bench   runs the benchmarks
 # make bench-paper writes docs/measurements/papers.md anew: papers reproduced in the simulator
 # make mutation changes what the programs decide, bit by bit: does a test notice? ARGS="operator" for one part

@@ -113,6 +113,7 @@ CHECKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             ".ci/checks.py",
             ".ci/compatibility.py",
             ".ci/release_files.py",
+            ".ci/release_rehearsal.py",
             ".ci/sbom.py",
             ".ci/limited_runs.py",
         ),

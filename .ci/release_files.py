@@ -2,6 +2,7 @@
 
     .venv/bin/python .ci/release_files.py check                      # what `make release-check` runs
     .venv/bin/python .ci/release_files.py make --tag v0.1.0 --registry ghcr.io/team --site https://github.com/team/sluice
+    .venv/bin/python .ci/release_files.py publish --tag v0.1.0 --registry ghcr.io/team
 
 The files are a wheel, its source, the chart, and an SBOM for each image. All of them are made from what git tracks, and
 their version is the one of pyproject.toml.
@@ -13,7 +14,6 @@ import argparse
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -22,6 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from publication import Publication
+from release_commands import ReleaseError, run
+from release_programs import MissingGoError, build_program
+from release_rehearsal import rehearse
 from sbom import write_sbom
 
 ROOT = Path(__file__).parents[1]
@@ -58,10 +62,6 @@ class Release:
     def runbook(self) -> str:
         """Address of the runbook."""
         return f"{self.site}/blob/v{self.version}/docs/guides/runbook.md"
-
-
-class ReleaseError(Exception):
-    """A file of the release cannot be made, or is not what it should be."""
 
 
 def read_version() -> str:
@@ -215,19 +215,18 @@ def make(output: Path, helm: str, release: Release) -> None:
     check_chart(package, helm, release)
 
 
-def run(*command: str) -> str:
-    """Runs a program and returns what it prints.
-
-    Raises:
-        ReleaseError: It failed, or is not installed.
-    """
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise ReleaseError(f"{command[0]} is not installed; install it, or name it with --helm") from error
-    if done.returncode != 0:
-        raise ReleaseError(f"{shlex.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.stdout
+def publish(output: Path, helm: str, release: Release) -> None:
+    """Publishes images that are pushed for each architecture, the chart, and signatures of these and of all files."""
+    publication = Publication(
+        version=release.version,
+        registry=release.registry,
+        helm=helm,
+        buildx=("docker", "buildx"),
+        cosign=str(build_program("cosign")),
+    )
+    publication.publish_images()
+    publication.push_chart(output / f"sluice-{release.version}.tgz")
+    publication.sign_files(output)
 
 
 def find_helm() -> str:
@@ -236,28 +235,41 @@ def find_helm() -> str:
     return shutil.which("helm") or (str(built[-1]) if built else "helm")
 
 
-def main() -> None:
-    """Runs the command line."""
-    parser = argparse.ArgumentParser(description="Makes and checks the files of a release.")
+def parse_arguments() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description="Makes, checks and publishes the files of a release.")
     commands = parser.add_subparsers(dest="what", required=True)
-    commands.add_parser("check", help="make all files for a registry that does not exist")
+    commands.add_parser("check", help="make all files, and publish them at a registry on this machine")
+    options = {
+        "tag": "v and the version of pyproject.toml",
+        "registry": "registry and path of the images",
+        "site": "address of the repository",
+    }
     making = commands.add_parser("make", help="make the files of a tag")
-    for name, text in (
-        ("tag", "v and the version of pyproject.toml"),
-        ("registry", "registry and path of the images"),
-        ("site", "address of the repository"),
-    ):
-        making.add_argument(f"--{name}", required=True, help=text)
+    publishing = commands.add_parser("publish", help="publish and sign what `make` made, and the images of the tag")
+    for command, names in ((making, ("tag", "registry", "site")), (publishing, ("tag", "registry"))):
+        for name in names:
+            command.add_argument(f"--{name}", required=True, help=options[name])
     for command in commands.choices.values():
         command.add_argument("--helm", default=find_helm(), help="the program helm")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs the command line."""
+    given = parse_arguments()
     try:
         if given.what == "check":
             release = Release(version=read_version(), registry=REGISTRY, site=SITE)
-        else:
+            make(OUTPUT, given.helm, release)
+            rehearse(OUTPUT, given.helm, release.version)
+        elif given.what == "make":
             release = Release(version=check_tag(given.tag), registry=given.registry.lower(), site=given.site)
-        make(OUTPUT, given.helm, release)
-    except ReleaseError as error:
+            make(OUTPUT, given.helm, release)
+        else:
+            release = Release(version=check_tag(given.tag), registry=given.registry.lower(), site="")
+            publish(OUTPUT, given.helm, release)
+    except (MissingGoError, ReleaseError) as error:
         sys.exit(f"release: {error}")
     print(*sorted(path.name for path in OUTPUT.iterdir()), sep="\n")
 

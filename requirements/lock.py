@@ -87,23 +87,32 @@ def write(project: dict[str, Any]) -> None:
         together = Path(temporary) / "together.txt"
         # uv keeps the versions that stand where it writes.
         together.write_text("".join((HERE / f"{name}.txt").read_text() for name in (*without_gpu, TOOLS)))
-        options = []
-        for name, lines in project["tool"]["sluice"]["locks-without-gpu"].items():  # uv takes them from files only
-            path = Path(temporary) / f"{name}.txt"
-            path.write_text("\n".join(lines))
-            options += [f"--{name}", str(path)]
+        # uv takes them from files only.
+        overrides = _write_option(Path(temporary), "overrides", "all", project["tool"]["sluice"]["locks"]["overrides"])
+        options = [*overrides]
+        for name, lines in project["tool"]["sluice"]["locks-without-gpu"].items():
+            options += _write_option(Path(temporary), name, "without-gpu", lines)
         _compile(together, [*_select(*without_gpu, TOOLS), *options])
         for name in (*without_gpu, TOOLS):
             _compile(HERE / f"{name}.txt", [*_select(name), *options, "--constraint", str(together)])
-    shared = (
-        part for name in ("router", "operator", "cli", TOOLS) for part in ("--constraint", str(HERE / f"{name}.txt"))
-    )
-    _compile(HERE / f"{GPU}.txt", [*_select(GPU), *shared])
+        shared = (
+            part
+            for name in ("router", "operator", "cli", TOOLS)
+            for part in ("--constraint", str(HERE / f"{name}.txt"))
+        )
+        _compile(HERE / f"{GPU}.txt", [*_select(GPU), *overrides, *shared])
     _compile(HERE / "uv.txt", ["-"], UV)
     for name in (*EXTRAS, TOOLS):
         path = HERE / f"{name}.txt"
         path.write_text(f"{HEADER}{HASH_LINE}{hash_inputs(project)}\n{path.read_text()}")
         print(f"wrote requirements/{path.name}")
+
+
+def _write_option(folder: Path, name: str, which: str, lines: list[str]) -> list[str]:
+    """Writes the file of an option of uv, and returns the option."""
+    path = folder / f"{name}-{which}.txt"
+    path.write_text("\n".join(lines))
+    return [f"--{name}", str(path)]
 
 
 def _select(*names: str) -> list[str]:
@@ -119,7 +128,7 @@ def _compile(path: Path, options: list[str], text: str = "") -> None:
     subprocess.run(command, check=True, cwd=PROJECT.parent, input=text, text=True)
 
 
-def check_gpu_lock() -> list[str]:
+def check_gpu_lock(project: dict[str, Any]) -> list[str]:
     """Asks a registry whether the lock for GPUs, which no test installs, holds all that its packages need.
 
     Nothing is installed, and no wheel is fetched where the registry tells their metadata.
@@ -130,6 +139,7 @@ def check_gpu_lock() -> list[str]:
     problems = []
     with tempfile.TemporaryDirectory() as target:
         options = ["--dry-run", "--quiet", "--only-binary", ":all:", "--require-hashes", "--target", target]
+        options += _write_option(Path(target), "overrides", "all", _find_overrides(project))
         command = ["uv", "pip", "install", *options, "-r", str(HERE / f"{GPU}.txt")]
         for platform, python in product(PLATFORMS, PYTHONS):
             aim = ["--python-platform", platform, "--python-version", python]
@@ -138,6 +148,14 @@ def check_gpu_lock() -> list[str]:
             if done.returncode != 0:
                 problems.append(f"{GPU}.txt, Python {python}, {platform}: {done.stderr.strip()}")
     return problems
+
+
+def _find_overrides(project: dict[str, Any]) -> list[str]:
+    """Finds what overrides say in the lock for GPUs, with its hashes: uv asks for those too."""
+    text = (HERE / f"{GPU}.txt").read_text()
+    overrides = project["tool"]["sluice"]["locks"]["overrides"]
+    patterns = [rf"^{re.escape(each)} (?:.*\\\n)+.*" for each in overrides]
+    return [found[0] for pattern in patterns for found in re.finditer(pattern, text, re.MULTILINE)]
 
 
 def main() -> None:
@@ -149,7 +167,7 @@ def main() -> None:
         problems, verdict = check(project), "run `make lock`"
     else:
         write(project)
-        problems, verdict = check_gpu_lock(), f"{GPU}.txt cannot be installed as it is"
+        problems, verdict = check_gpu_lock(project), f"{GPU}.txt cannot be installed as it is"
     if problems:
         print("\n".join(problems))
         sys.exit(verdict)

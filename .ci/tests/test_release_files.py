@@ -11,10 +11,13 @@ import shutil
 import tomllib
 from typing import TYPE_CHECKING, Any
 
+import publication
 import pytest
 import release_files
 import yaml
-from release_files import DOCKERFILES, IMAGES, ROOT, ReleaseError, check_contexts, check_tag, list_copies, read_version
+from publication import ARCHITECTURES
+from release_commands import ReleaseError
+from release_files import DOCKERFILES, IMAGES, ROOT, check_contexts, check_tag, list_copies, read_version
 from sbom import PACKAGE, read_components, write_sbom
 
 if TYPE_CHECKING:
@@ -116,12 +119,8 @@ def test_workflows_publish_what_the_chart_of_a_release_names() -> None:
         ("sluice-engine", "engine_image", "engine-cpu", "-cpu"),
     }
     assert {f"{folder}/Dockerfile" for _, folder, _, _ in made} == set(release_files.DOCKERFILES)
-    (signed,) = (
-        step["run"] for step in JOBS["release.yml: publish"]["steps"] if step.get("name", "").startswith("Name")
-    )
-    assert set(re.findall(r'"(sluice-\w+):\$version(-cpu)?"', signed)) == {
-        (name, suffix) for name, _, _, suffix in made
-    }
+    assert {(name, suffix) for name, _, _, suffix in made} == set(publication.IMAGES)
+    assert [row["name"] for row in JOBS["release.yml: images"]["strategy"]["matrix"]["arch"]] == [*ARCHITECTURES]
 
 
 @pytest.mark.parametrize("job", JOBS)

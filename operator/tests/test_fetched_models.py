@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from sluice_operator.resources.pods.model_volume import FETCH_PROGRAM
+from sluice_operator.resources.pods.model_volume import FETCH_PROGRAM, MODEL_DIRECTORY, Fetch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,10 +46,25 @@ def fetch(
         "CALLS": str(calls),
         "CONFIG": config,
     }
-    program = FETCH_PROGRAM.replace("/model", str(folder / "model"))
-    command = [sys.executable, "-c", program, "org/model", "main", *vllm_arguments]
+    hub = Fetch(
+        resolve=(),
+        download=(
+            sys.executable,
+            "-m",
+            "huggingface_hub.cli.hf",
+            "download",
+            "org/model",
+            "--local-dir",
+            MODEL_DIRECTORY,
+        ),
+        pattern_option=("--include",),
+        environment=(),
+    )
+    rendered = hub.render_download((), vllm_arguments)
+    assert rendered[2] == FETCH_PROGRAM
+    command = [sys.executable, *(part.replace(MODEL_DIRECTORY, str(folder / "model")) for part in rendered[1:])]
     status = subprocess.run(command, env=environment, check=False).returncode
-    expected = f"download org/model --local-dir {folder / 'model'} --revision main"
+    expected = f"download org/model --local-dir {folder / 'model'}"
     made = [line.removeprefix(expected).strip() for line in calls.read_text().splitlines()]
     return status, [call.removeprefix("--include ") or "everything" for call in made]
 

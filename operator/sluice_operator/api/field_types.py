@@ -117,6 +117,10 @@ Quantity = Annotated[
 ]
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 HttpUrl = Annotated[str, Field(pattern=r"^https?://[^/?#@ ]+(/[^?# ]*)?$", max_length=1024)]
+# Without characters that shells, Kubernetes' variables or paths of volumes would read otherwise.
+ObjectStorageUri = Annotated[
+    str, Field(pattern=r"^(s3|gs)://[a-z0-9][a-z0-9._-]+(/[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*)*/?$", max_length=1024)
+]
 # Values of labels, selectors and annotations.
 ShortText = Annotated[str, Field(max_length=1024)]
 RelativePath = Annotated[str, Field(max_length=1024, pattern=r"^[^/]"), AfterValidator(_check_path)]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # Keys of the plan's ConfigMap that hold revisions, each followed by the model's id.
 REVISION_KEY_PREFIX = "model-revision-"
-# A revision that never moves; branches and tags do.
+# A revision that never moves: a commit, or a digest of what object storage lists. Branches and tags do.
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # Characters of an id: it is a label's value and a part of names.
 ID_CHARACTERS = 12
@@ -20,8 +20,10 @@ ID_CHARACTERS = 12
 
 def list_identity(model: ModelSpec) -> list[tuple[str, str]]:
     """Lists what makes a model another one; its name for clients and the way to its files' cache do not."""
-    claim, image = model.source.persistent_volume_claim, model.source.image
+    claim, image, storage = model.source.persistent_volume_claim, model.source.image, model.source.object_storage
     where = f"{image.reference}/{image.path}" if image else "huggingFace"
+    if storage is not None:
+        where = storage.uri
     if claim is not None:
         where = f"{claim.claim_name}/{claim.path}"
     return [("name", model.name), ("revision", model.revision or "none"), ("source", where)]
@@ -33,8 +35,9 @@ def identify_model(model: ModelSpec) -> str:
 
 
 def needs_resolution(model: ModelSpec) -> bool:
-    """Whether the model's files depend on when they are fetched: it comes from the Hub, and names no commit."""
-    return model.source.hugging_face is not None and not COMMIT.fullmatch(model.revision or "")
+    """Whether the model's files depend on when they are fetched: it is fetched, and names nothing that never moves."""
+    is_fetched = model.source.hugging_face is not None or model.source.object_storage is not None
+    return is_fetched and not COMMIT.fullmatch(model.revision or "")
 
 
 def name_revision_key(model_id: str) -> str:

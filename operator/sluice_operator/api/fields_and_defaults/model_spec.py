@@ -6,7 +6,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from sluice_operator.api.field_types import HttpUrl, KeyRef, ManifestModel, ObjectName, RelativePath, Text
+from sluice_operator.api.field_types import (
+    HttpUrl,
+    KeyRef,
+    ManifestModel,
+    ObjectName,
+    ObjectStorageUri,
+    RelativePath,
+    Text,
+)
 
 
 class ProxySpec(ManifestModel):
@@ -62,6 +70,20 @@ class ImageSource(ManifestModel):
     """Directory of the model, relative to the image's root."""
 
 
+class ObjectStorageSource(ManifestModel):
+    """The model lies in S3, in a store that speaks its protocol, or in Google Cloud Storage."""
+
+    uri: ObjectStorageUri
+    """Bucket and folder of the model, such as s3://models/qwen or gs://models/qwen."""
+    endpoint: HttpUrl | None = None
+    """Address of a store other than the cloud's own (AWS_ENDPOINT_URL; STORAGE_EMULATOR_HOST for gs)."""
+    secret_name: ObjectName | None = None
+    """Secret whose keys are environment variables for the fetch, such as AWS_ACCESS_KEY_ID; the pod's service
+    account signs in when absent."""
+    cache_claim_name: ObjectName | None = None
+    """PersistentVolumeClaim that keeps what was fetched; each pod fetches for itself when absent."""
+
+
 class ModelSource(ManifestModel):
     """Where the model comes from: exactly one."""
 
@@ -69,6 +91,8 @@ class ModelSource(ManifestModel):
     """The Hugging Face Hub."""
     persistent_volume_claim: PersistentVolumeClaimSource | None = None
     """A volume."""
+    object_storage: ObjectStorageSource | None = None
+    """S3 or Google Cloud Storage."""
     image: ImageSource | None = None
     """An OCI image."""
 
@@ -79,7 +103,8 @@ class ModelSpec(ManifestModel):
     name: Text
     """Name of the model, such as Qwen/Qwen2.5-14B-Instruct."""
     revision: Text | None = None
-    """Revision of the model. What is no commit of the Hub's is resolved once, and every pod fetches that commit."""
+    """Revision of the model. What is no commit of the Hub's, and no digest of what object storage lists, is resolved
+    once, and every pod fetches that."""
     served_name: Text | None = None
     """Name that clients use; model.name when absent."""
     source: ModelSource

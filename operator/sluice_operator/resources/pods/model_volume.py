@@ -2,46 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sluice_operator.api.model_identity import identify_model, name_revision_key, needs_resolution
+from sluice_operator.resources.pods import object_storage_fetch
+from sluice_operator.resources.pods.object_storage_fetch import REVISION_VARIABLE
 
 if TYPE_CHECKING:
-    from sluice_operator.api.fields_and_defaults.model_spec import CaBundle, HuggingFaceSource, ModelSpec
+    from sluice_operator.api.fields_and_defaults.model_spec import (
+        CaBundle,
+        HuggingFaceSource,
+        ModelSpec,
+        ObjectStorageSource,
+    )
     from sluice_operator.kubernetes.objects import Object
 
 MODEL_DIRECTORY = "/model"
 VOLUME = "model"
 FETCH_MODEL = "fetch-model"
-# Asks the Hub which commit a branch, a tag or no revision is. The operator stores the first answer, for all pods.
+# Asks the Hub which commit a branch, a tag or no revision is, or object storage what it has. The operator stores the
+# first answer, for all pods.
 RESOLVE_MODEL = "resolve-model"
-REVISION_VARIABLE = "SLUICE_MODEL_REVISION"
-# The termination message is how a container tells the operator something without rights of its own. What is stored
-# already is said again, so that a pod that starts later needs no answer of the Hub.
+# The termination message is how a container tells the operator something without rights of its own.
+TERMINATION_LOG = "/dev/termination-log"
+# What is stored already is said again, so that a pod that starts later needs no answer of the Hub.
 RESOLVE_PROGRAM = f"""\
 import os, pathlib, sys
 revision = os.environ.get("{REVISION_VARIABLE}")
 if not revision:
     from huggingface_hub import HfApi
     revision = HfApi().model_info(sys.argv[1], revision=sys.argv[2] or None).sha
-pathlib.Path("/dev/termination-log").write_text(revision)
+pathlib.Path("{TERMINATION_LOG}").write_text(revision)
 """
 # Weights take minutes and disk, config.json neither: what the engine would refuse by it is not fetched, and the engine,
 # which starts all the same, says why. An image without the check ends it with another status, and gets everything.
+# Its arguments: what fetches config.json, what fetches everything, and the engine's of vLLM, with -- between them.
 FETCH_PROGRAM = """\
 import os, subprocess, sys
-model, revision, *vllm_arguments = sys.argv[1:]
-fetch = [sys.executable, "-m", "huggingface_hub.cli.hf", "download", model, "--local-dir", "/model"]
-fetch += ["--revision", revision]
-if status := subprocess.run([*fetch, "--include", "config.json"]).returncode:
+first = sys.argv.index("--")
+second = sys.argv.index("--", first + 1)
+if status := subprocess.run(sys.argv[1:first]).returncode:
     sys.exit(status)
-check = [sys.executable, "-m", "sluice_engine.startup.model_check", "/model", *vllm_arguments]
+check = [sys.executable, "-m", "sluice_engine.startup.model_check", "/model", *sys.argv[second + 1 :]]
 if subprocess.run(check).returncode == 7:
     print("the weights of a model that is refused are not fetched", file=sys.stderr)
     sys.exit()
-os.execv(sys.executable, fetch)
+os.execvp(sys.argv[first + 1], sys.argv[first + 1 : second])
 """
+# The image of the pod has it: images install one wheel.
+STORAGE_PROGRAM = ("python", "-m", object_storage_fetch.__name__)
 CA_VOLUME = "ca-bundle"
 CA_DIRECTORY = "/etc/sluice/ca"
 CA_FILE = "ca.crt"
@@ -66,6 +76,41 @@ class ModelMount:
     variables: tuple[Object, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """How init containers fetch a model.
+
+    Args:
+        resolve: Command that says which revision there is.
+        download: Command that fetches all files of a revision.
+        pattern_option: What stands before each pattern, if ``download`` is to fetch some of the files.
+        environment: Variables of both.
+        others: More fields of both, such as envFrom.
+        volumes: Volumes of both, beside the model's.
+        mounts: Where they are mounted.
+        cache_claim_name: Claim that keeps what was fetched.
+    """
+
+    resolve: tuple[str, ...]
+    download: tuple[str, ...]
+    environment: tuple[Object, ...]
+    pattern_option: tuple[str, ...] = ()
+    others: Object = field(default_factory=dict)
+    volumes: tuple[Object, ...] = ()
+    mounts: tuple[Object, ...] = ()
+    cache_claim_name: str | None = None
+
+    def render_download(self, files: tuple[str, ...], vllm_arguments: tuple[str, ...]) -> list[str]:
+        """Renders the command that fetches; arguments as ``mount_model``."""
+        if files:
+            return self._select(files)
+        first = self._select(("config.json",))
+        return ["python", "-c", FETCH_PROGRAM, *first, "--", *self.download, "--", *vllm_arguments]
+
+    def _select(self, patterns: tuple[str, ...]) -> list[str]:
+        return [*self.download, *(part for pattern in patterns for part in (*self.pattern_option, pattern))]
+
+
 def mount_model(
     model: ModelSpec, plan_name: str, *, files: tuple[str, ...] = (), vllm_arguments: tuple[str, ...] = ()
 ) -> ModelMount:
@@ -86,8 +131,16 @@ def mount_model(
     if source.image:
         # Read-only by nature; the kubelet pulls it as it pulls any image.
         return _mount({"image": {"reference": source.image.reference}}, source.image.path)
-    assert source.hugging_face is not None, "exactly one source is given (api/cross_field_rules.py)"
-    return _fetch(model, source.hugging_face, plan_name, files, vllm_arguments)
+    revision = f"$({REVISION_VARIABLE})" if needs_resolution(model) else str(model.revision)
+    if source.object_storage:
+        fetch = _fetch_from_storage(source.object_storage, revision)
+    else:
+        assert source.hugging_face is not None, "exactly one source is given (api/cross_field_rules.py)"
+        fetch = _fetch_from_hub(model, source.hugging_face, revision)
+    # One folder per model, revision and set of files, so that clusters may share the claim.
+    folder = "--".join([*model.name.split("/"), revision, *(["tokenizer"] if files else [])])
+    download = fetch.render_download(files, vllm_arguments)
+    return _mount_fetched(model, fetch, plan_name, folder, download)
 
 
 def _mount(volume: Object, path: str) -> ModelMount:
@@ -104,63 +157,77 @@ def _describe_mount(path: str, *, is_read_only: bool, has_variables: bool = Fals
     return mount
 
 
-def _fetch(
-    model: ModelSpec,
-    source: HuggingFaceSource,
-    plan_name: str,
-    files: tuple[str, ...],
-    vllm_arguments: tuple[str, ...],
-) -> ModelMount:
-    """Init containers download into a volume; what is there already is only checked."""
-    is_unpinned = needs_resolution(model)
-    revision = f"$({REVISION_VARIABLE})" if is_unpinned else str(model.revision)
+def _fetch_from_hub(model: ModelSpec, source: HuggingFaceSource, revision: str) -> Fetch:
     environment: list[Object] = [{"name": "HF_HOME", "value": "/tmp/huggingface"}]  # noqa: S108 - its emptyDir
     if source.token_secret_ref:
         reference = {"name": source.token_secret_ref.name, "key": source.token_secret_ref.key}
         environment.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})
     environment += [{"name": name, "value": value} for name, value in render_fetch_environment(source).items()]
-    volume: Object = {"emptyDir": {}}
-    path = "."
-    if source.cache_claim_name:
-        volume = {"persistentVolumeClaim": {"claimName": source.cache_claim_name}}
-        # One folder per model, revision and set of files, so that clusters may share the claim.
-        path = "--".join([*model.name.split("/"), revision, *(["tokenizer"] if files else [])])
-    tmp: Object = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108
-    mounts = [_describe_mount(path, is_read_only=False, has_variables=is_unpinned), tmp]
-    volumes: tuple[Object, ...] = ({"name": VOLUME, **volume},)
+    download = ("python", "-m", "huggingface_hub.cli.hf", "download", model.name, "--local-dir", MODEL_DIRECTORY)
+    fetch = Fetch(
+        resolve=("python", "-c", RESOLVE_PROGRAM, model.name, model.revision or ""),
+        download=(*download, "--revision", revision),
+        pattern_option=("--include",),
+        environment=tuple(environment),
+        cache_claim_name=source.cache_claim_name,
+    )
     if source.ca_bundle:
-        mounts.append({"name": CA_VOLUME, "mountPath": CA_DIRECTORY, "readOnly": True})
-        volumes += (_render_ca_volume(source.ca_bundle),)
-    known = [_refer_to_revision(model, plan_name)] if is_unpinned else []
-    fetch = {
-        "name": FETCH_MODEL,
-        "command": _render_fetch_command(model.name, revision, files, vllm_arguments),
-        "env": [*known, *environment],
-        "volumeMounts": mounts,
-    }
-    resolve = []
-    if is_unpinned:
-        optional = [_refer_to_revision(model, plan_name, is_optional=True)]
-        command = ["python", "-c", RESOLVE_PROGRAM, model.name, model.revision or ""]
-        others = [mount for mount in mounts if mount["name"] != VOLUME]
-        resolve = [
-            {"name": RESOLVE_MODEL, "command": command, "env": [*optional, *environment], "volumeMounts": others}
-        ]
-    return ModelMount(
-        volumes=volumes,
-        mount=_describe_mount(path, is_read_only=True, has_variables=is_unpinned),
-        init_containers=(*resolve, fetch),
-        variables=tuple(known) if source.cache_claim_name else (),
+        mount: Object = {"name": CA_VOLUME, "mountPath": CA_DIRECTORY, "readOnly": True}
+        return replace(fetch, mounts=(mount,), volumes=(_render_ca_volume(source.ca_bundle),))
+    return fetch
+
+
+def _fetch_from_storage(source: ObjectStorageSource, revision: str) -> Fetch:
+    variables = {}
+    if source.endpoint:
+        # Stores other than the clouds' own have no host name for each bucket.
+        of_s3 = {"AWS_ENDPOINT_URL": source.endpoint, "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
+        variables = of_s3 if source.uri.startswith("s3:") else {"STORAGE_EMULATOR_HOST": source.endpoint}
+    secret = {"envFrom": [{"secretRef": {"name": source.secret_name}}]} if source.secret_name else {}
+    return Fetch(
+        resolve=(*STORAGE_PROGRAM, "resolve", source.uri, TERMINATION_LOG),
+        download=(*STORAGE_PROGRAM, "fetch", source.uri, revision, MODEL_DIRECTORY),
+        environment=tuple({"name": name, "value": value} for name, value in variables.items()),
+        others=secret,
+        cache_claim_name=source.cache_claim_name,
     )
 
 
-def _render_fetch_command(
-    name: str, revision: str, files: tuple[str, ...], vllm_arguments: tuple[str, ...]
-) -> list[str]:
-    if not files:
-        return ["python", "-c", FETCH_PROGRAM, name, revision, *vllm_arguments]
-    download = ["python", "-m", "huggingface_hub.cli.hf", "download", name, "--local-dir", MODEL_DIRECTORY]
-    return [*download, "--revision", revision, *(part for pattern in files for part in ("--include", pattern))]
+def _mount_fetched(model: ModelSpec, fetch: Fetch, plan_name: str, folder: str, download: list[str]) -> ModelMount:
+    """Init containers download into a volume; what is there already is only checked."""
+    is_unpinned = needs_resolution(model)
+    volume: Object = {"emptyDir": {}}
+    path = "."
+    if fetch.cache_claim_name:
+        volume, path = {"persistentVolumeClaim": {"claimName": fetch.cache_claim_name}}, folder
+    tmp: Object = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108
+    mount = _describe_mount(path, is_read_only=False, has_variables=is_unpinned)
+    known = [_refer_to_revision(model, plan_name)] if is_unpinned else []
+    container = {
+        "name": FETCH_MODEL,
+        "command": download,
+        "env": [*known, *fetch.environment],
+        "volumeMounts": [mount, tmp, *fetch.mounts],
+        **fetch.others,
+    }
+    resolve = []
+    if is_unpinned:
+        optional = _refer_to_revision(model, plan_name, is_optional=True)
+        resolve = [
+            {
+                "name": RESOLVE_MODEL,
+                "command": [*fetch.resolve],
+                "env": [optional, *fetch.environment],
+                "volumeMounts": [tmp, *fetch.mounts],
+                **fetch.others,
+            }
+        ]
+    return ModelMount(
+        volumes=({"name": VOLUME, **volume}, *fetch.volumes),
+        mount=_describe_mount(path, is_read_only=True, has_variables=is_unpinned),
+        init_containers=(*resolve, container),
+        variables=tuple(known) if fetch.cache_claim_name else (),
+    )
 
 
 def _refer_to_revision(model: ModelSpec, plan_name: str, *, is_optional: bool = False) -> Object:
