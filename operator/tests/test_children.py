@@ -208,7 +208,8 @@ def test_emulated_engines_fetch_what_routers_read_and_no_weights() -> None:
     *_, real = engine_template(model=hub)["spec"]["initContainers"]
     *_, emulated = engine_template(model=hub, engine={"emulation": emulation})["spec"]["initContainers"]
     *_, router = router_template(model=hub)["spec"]["initContainers"]
-    assert "--include" not in real["command"]
+    everything = real["command"][real["command"].index("--") + 1 :]
+    assert "--include" not in everything
     assert emulated["command"] == router["command"]
     assert not any("safetensors" in part for part in emulated["command"])
 
@@ -342,10 +343,10 @@ def test_a_model_of_the_hub_is_fetched_first_and_routers_fetch_no_weights() -> N
     fields = {"model": model, "engine": {"extraArgs": ["--hf-overrides={}"]}}
     engine = engine_template(**fields)["spec"]["initContainers"][0]
     router = router_template(model=model)["spec"]["initContainers"][0]
-    assert engine["command"] == ["python", "-c", FETCH_PROGRAM, "org/model", COMMIT, "--hf-overrides={}"]
-    assert " ".join(router["command"]).startswith(
-        f"python -m huggingface_hub.cli.hf download org/model --local-dir /model --revision {COMMIT} --include"
-    )
+    download = f"python -m huggingface_hub.cli.hf download org/model --local-dir /model --revision {COMMIT}"
+    assert engine["command"][:3] == ["python", "-c", FETCH_PROGRAM]
+    assert " ".join(engine["command"][3:]) == f"{download} --include config.json -- {download} -- --hf-overrides={{}}"
+    assert " ".join(router["command"]).startswith(f"{download} --include")
     assert "*.safetensors" not in router["command"]
     assert "*.json" in router["command"]
     token = next(item for item in engine["env"] if item["name"] == "HF_TOKEN")

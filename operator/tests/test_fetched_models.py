@@ -62,7 +62,9 @@ def fetch(
     )
     rendered = hub.render_download((), vllm_arguments)
     assert rendered[2] == FETCH_PROGRAM
-    command = [sys.executable, *(part.replace(MODEL_DIRECTORY, str(folder / "model")) for part in rendered[1:])]
+    model = str(folder / "model")
+    rendered[2] = FETCH_PROGRAM.replace(MODEL_DIRECTORY, model)
+    command = [sys.executable, *(model if part == MODEL_DIRECTORY else part for part in rendered[1:])]
     status = subprocess.run(command, env=environment, check=False).returncode
     expected = f"download org/model --local-dir {folder / 'model'}"
     made = [line.removeprefix(expected).strip() for line in calls.read_text().splitlines()]

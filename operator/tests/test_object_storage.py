@@ -196,6 +196,19 @@ def test_what_was_fetched_whole_is_not_fetched_again_and_what_was_not_is(bucket:
     assert read(tmp_path) == FILES
 
 
+def test_config_json_alone_is_not_everything_and_everything_has_it(bucket: Bucket, tmp_path: Path) -> None:
+    """An engine's pod fetches config.json first, and the rest if an engine would take the model."""
+    revision = find_revision(bucket.uri)
+    fetch(bucket.uri, revision, tmp_path, ["config.json"])
+    assert read(tmp_path) == {"config.json": FILES["config.json"]}
+    fetch(bucket.uri, revision, tmp_path, [])
+    assert read(tmp_path) == FILES
+    bucket.remove("org/tiny/config.json")
+    fetch(bucket.uri, revision, tmp_path, ["config.json"])
+    fetch(bucket.uri, revision, tmp_path, [])
+    assert read(tmp_path) == FILES
+
+
 def test_a_folder_without_files_is_named(bucket: Bucket) -> None:
     with pytest.raises(FetchError, match="there are no files at"):
         find_revision(f"{bucket.uri}/nothing")
@@ -210,9 +223,11 @@ def fetch_steps(uri: str, **source: Any) -> tuple[list[Any], list[Any]]:
 
 def run_in_pod(container: Any, folder: Path, revision: str) -> subprocess.CompletedProcess[str]:
     """Runs the command of an init container, with its paths in a folder."""
-    places = {"/dev/termination-log": str(folder / "answer"), "/model": str(folder / "model")}
+    model = str(folder / "model")
+    places = {"/dev/termination-log": str(folder / "answer"), "/model": model, "python": sys.executable}
     command = [places.get(word, word).replace("$(SLUICE_MODEL_REVISION)", revision) for word in container["command"]]
-    return subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True, check=False)
+    command = [word.replace('"/model"', repr(model)) for word in command]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_pods_resolve_and_fetch_as_their_commands_say(bucket: Bucket, tmp_path: Path) -> None:
@@ -227,12 +242,20 @@ def test_pods_resolve_and_fetch_as_their_commands_say(bucket: Bucket, tmp_path: 
         assert (done.returncode, done.stderr) == (0, "")
         expected = FILES if name == "engine" else {"config.json": b"{}", "tokenizer.json": b"[1]"}
         assert read(folder / "model") == expected
-    refused = run_in_pod(fetch_steps(bucket.uri)[0][1], tmp_path / "engine", "0" * 40)
-    assert refused.returncode == 0, "it is there already"
+    again = run_in_pod(fetch_steps(bucket.uri)[0][1], tmp_path / "engine", "0" * 40)
+    assert again.returncode == 0, "it is there already"
     (tmp_path / "other" / "model").mkdir(parents=True)
     refused = run_in_pod(fetch_steps(bucket.uri)[0][1], tmp_path / "other", "0" * 40)
     assert refused.returncode == 1
     assert refused.stderr.startswith(f"the files at {bucket.uri} are of revision")
+
+
+def test_weights_of_a_model_that_engines_refuse_stay_where_they_are(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.write("org/tiny/config.json", b'{"state_size": 128}')
+    done = run_in_pod(fetch_steps(bucket.uri)[0][1], tmp_path, find_revision(bucket.uri))
+    assert done.returncode == 0
+    assert "the weights of a model that is refused are not fetched" in done.stderr
+    assert list(read(tmp_path / "model")) == ["config.json"]
 
 
 def test_a_stored_revision_is_said_again_without_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
