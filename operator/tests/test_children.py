@@ -345,7 +345,7 @@ def test_a_model_of_the_hub_is_fetched_first_and_routers_fetch_no_weights() -> N
     router = router_template(model=model)["spec"]["initContainers"][0]
     download = f"python -m huggingface_hub.cli.hf download org/model --local-dir /model --revision {COMMIT}"
     assert engine["command"][:3] == ["python", "-c", FETCH_PROGRAM]
-    assert " ".join(engine["command"][3:]) == f"{download} --include config.json -- {download} -- --hf-overrides={{}}"
+    assert " ".join(engine["command"][3:]) == f"{download} --include *config.json -- {download} -- --hf-overrides={{}}"
     assert " ".join(router["command"]).startswith(f"{download} --include")
     assert "*.safetensors" not in router["command"]
     assert "*.json" in router["command"]

@@ -19,6 +19,7 @@ from moto.server import ThreadedMotoServer
 
 from sluice_operator.api.fields_and_defaults.model_spec import ModelSource, ModelSpec, ObjectStorageSource
 from sluice_operator.api.model_identity import COMMIT, identify_model
+from sluice_operator.resources.pods.model_volume import CONFIG_FILES
 from sluice_operator.resources.pods.object_storage_fetch import FETCHED, FetchError, fetch, find_revision
 
 if TYPE_CHECKING:
@@ -199,12 +200,12 @@ def test_what_was_fetched_whole_is_not_fetched_again_and_what_was_not_is(bucket:
 def test_config_json_alone_is_not_everything_and_everything_has_it(bucket: Bucket, tmp_path: Path) -> None:
     """An engine's pod fetches config.json first, and the rest if an engine would take the model."""
     revision = find_revision(bucket.uri)
-    fetch(bucket.uri, revision, tmp_path, ["config.json"])
+    fetch(bucket.uri, revision, tmp_path, [CONFIG_FILES])
     assert read(tmp_path) == {"config.json": FILES["config.json"]}
     fetch(bucket.uri, revision, tmp_path, [])
     assert read(tmp_path) == FILES
     bucket.remove("org/tiny/config.json")
-    fetch(bucket.uri, revision, tmp_path, ["config.json"])
+    fetch(bucket.uri, revision, tmp_path, [CONFIG_FILES])
     fetch(bucket.uri, revision, tmp_path, [])
     assert read(tmp_path) == FILES
 

@@ -55,6 +55,8 @@ STORAGE_PROGRAM = ("python", "-m", object_storage_fetch.__name__)
 CA_VOLUME = "ca-bundle"
 CA_DIRECTORY = "/etc/sluice/ca"
 CA_FILE = "ca.crt"
+# Object storage compares whole names, so that the pattern has to allow for folders before it.
+CONFIG_FILES = "*config.json"
 # What routers read: tokenizer, chat template, configuration; never weights.
 ROUTER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
@@ -104,7 +106,7 @@ class Fetch:
         """Renders the command that fetches; arguments as ``mount_model``."""
         if files:
             return self._select(files)
-        first = self._select(("config.json",))
+        first = self._select((CONFIG_FILES,))
         return ["python", "-c", FETCH_PROGRAM, *first, "--", *self.download, "--", *vllm_arguments]
 
     def _select(self, patterns: tuple[str, ...]) -> list[str]:
