@@ -38,7 +38,7 @@ def find_refusal(model: Path, vllm_arguments: Sequence[str]) -> str:
     """Find why engines cannot serve a model, by its config.json.
 
     Args:
-        model: Its directory; what has no config.json is left to vLLM.
+        model: Its directory; what has no config.json that can be read is left to vLLM.
         vllm_arguments: Arguments of vLLM, which may change what config.json says.
 
     Returns:
@@ -49,6 +49,8 @@ def find_refusal(model: Path, vllm_arguments: Sequence[str]) -> str:
         return ""
     try:
         config = json.loads(path.read_text())
+    except OSError:
+        return ""
     except ValueError as error:
         return f"{path} is not JSON ({error}); fetch the model again"
     if not isinstance(config, dict):

@@ -82,6 +82,16 @@ def test_a_model_is_refused_by_its_config_unless_the_user_overrides_it(tmp_path:
     assert find_refusal(tmp_path, ()) == ""
 
 
+def test_a_config_that_cannot_be_read_is_left_to_vllm(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "config.json").write_text('{"sliding_window": 4096}')
+
+    def fail(_path: Path) -> str:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert find_refusal(tmp_path, ()) == ""
+
+
 @pytest.mark.parametrize(
     ("text", "reason"), [('{"sliding_wi', r"is not JSON \(.*\)"), ("[]", "is no model's configuration")]
 )

@@ -82,6 +82,16 @@ def test_the_next_process_waits_until_config_json_is_another_and_then_starts(pod
     assert wait(pod) == []
 
 
+def test_a_note_is_written_whole_or_not_at_all(pod: Path, monkeypatch) -> None:
+    def cut_off(path: Path, _text: str) -> None:
+        path.touch()
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(type(pod), "write_text", cut_off)
+    begin(pod).keep(REFUSAL, str(pod))
+    assert wait(pod) == []
+
+
 def test_a_model_that_is_gone_is_another(pod: Path) -> None:
     begin(pod).keep(REFUSAL, str(pod))
     assert wait(pod, change=(pod / "config.json").unlink) == [7, 0]

@@ -12,6 +12,7 @@ import hashlib
 import json
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,9 +60,14 @@ class RefusedStart:
             error: Says why.
             model: The model's directory; empty: not known.
         """
-        if error.is_permanent and self._log.exists():
-            kept = {"reason": str(error), "status": error.exit_status, "model": model, "of": self._identify(model)}
-            self._note.write_text(json.dumps(kept))
+        if not error.is_permanent or not self._log.exists():
+            return
+        kept = {"reason": str(error), "status": error.exit_status, "model": model, "of": self._identify(model)}
+        # Whole or not at all. Without it the next process finds out for itself.
+        written = self._note.with_suffix(".new")
+        with suppress(OSError):
+            written.write_text(json.dumps(kept))
+            written.replace(self._note)
 
     def wait(self, stop: StopSignal) -> None:
         """Waits for as long as an earlier refusal holds; returns at once if there is none.
