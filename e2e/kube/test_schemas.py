@@ -50,6 +50,19 @@ MANIFESTS: dict[str, Object] = {
             "source": {"huggingFace": {"cacheClaimName": "cache", "tokenSecretRef": {"name": "hub", "key": "token"}}},
         }
     },
+    "a bucket, with keys and a cache": {
+        "model": {
+            "name": "org/model",
+            "source": {
+                "objectStorage": {
+                    "uri": "s3://models/m",
+                    "endpoint": "http://minio:9000",
+                    "secretName": "s3",
+                    "cacheClaimName": "cache",
+                }
+            },
+        }
+    },
     "an image as the model": {"model": {"name": "m", "source": {"image": {"reference": "registry.example/m:1"}}}},
     "RDMA": {"network": {"mode": "RDMA", "rdma": RDMA}},
     "RDMA by a claim": {
