@@ -181,9 +181,12 @@ async def test_streams_of_a_deleted_cluster_end_whole(cluster: PodCluster) -> No
     def shorten_drains() -> None:
         cluster.edit(rollout={"gate": None}, engine={"emulation": FAST, "drainTimeoutSeconds": 1})
         cluster.wait("Progressing", "Settled")
-        engines = cluster.engines.values()
-        assert {pod["spec"]["terminationGracePeriodSeconds"] for pod in engines} == {compute_grace_period_s(30)}
-        assert all("--drain-timeout-s 1 " in " ".join(pod["spec"]["containers"][0]["command"]) for pod in engines)
+        cluster.wait_for(lambda: all(map(is_short, cluster.engines.values())), "the end of the former engines")
+        grace_s = {pod["spec"]["terminationGracePeriodSeconds"] for pod in cluster.engines.values()}
+        assert grace_s == {compute_grace_period_s(30)}
+
+    def is_short(pod: dict[str, Any]) -> bool:
+        return "--drain-timeout-s 1 " in " ".join(pod["spec"]["containers"][0]["command"])
 
     await asyncio.to_thread(shorten_drains)
     rng = random.Random(2)

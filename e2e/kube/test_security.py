@@ -13,6 +13,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+import children_harness
 import pytest
 import test_pod_template
 import yaml
@@ -27,6 +28,7 @@ from sluice_operator.controller.manager import format_now
 from sluice_operator.controller.reconciler import Reconciler
 from sluice_operator.kubernetes.errors import InvalidError
 from sluice_operator.kubernetes.kinds import DEPLOYMENTS
+from sluice_operator.resources.pods.security_context import CONTAINER_SECURITY
 from sluice_operator.settings import OperatorSettings
 
 if TYPE_CHECKING:
@@ -49,6 +51,14 @@ MISSPELLED = {
     "capital-privileged": {
         "spec": {"containers": [{"name": "side", "image": "i", "securityContext": {"Privileged": True}}]}
     },
+}
+# Pod Security has no rule for them.
+UNKNOWN_TO_POD_SECURITY = {
+    "token-volume",
+    "device",
+    "another-namespace-s-data",
+    "other-pods",
+    "other-pods-preferred",
 }
 HATCHES = {**test_pod_template.HOST, **test_pod_template.OWNED, **MISSPELLED}
 
@@ -115,6 +125,39 @@ async def test_no_pod_template_reaches_the_host_or_another_namespace(
                 group.create_task(try_one(number, template))
     assert refusals
     assert all("spec.engine.podTemplate" in refusal for refusal in refusals)
+
+
+def test_pod_security_alone_lets_some_of_it_through(client: Client, namespace: str) -> None:
+    """Why the operator checks besides: Pod Security says nothing of other namespaces, tokens and devices.
+
+    The rest is refused here, under ``restricted``. Without a label, which is Kubernetes' default, nothing is.
+    """
+    verdicts = {
+        name: ask_pod_security(client, namespace, template) for name, template in test_pod_template.HOST.items()
+    }
+    assert {name for name, verdict in verdicts.items() if verdict == "accepted"} == UNKNOWN_TO_POD_SECURITY
+    assert "invalid" not in verdicts.values()
+
+
+def ask_pod_security(client: Client, namespace: str, template: dict[str, Any]) -> str:
+    """Has a pod created with a podTemplate, as a dry run; returns whether it is accepted, refused or invalid."""
+    pod = children_harness.engine_template(engine={"podTemplate": template})
+    for container in (*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())):
+        container.setdefault("image", "side:1")
+        if container["name"] not in ("engine", "fetch-model"):
+            # A container of the user's own is refused without these, whatever else it asks for.
+            context = {**CONTAINER_SECURITY, **container.get("securityContext", {})}
+            if context.get("privileged"):
+                del context["allowPrivilegeEscalation"]  # Kubernetes takes no such pair
+            container["securityContext"] = context
+    # Admission needs the service account to exist.
+    pod["spec"]["serviceAccountName"] = "default"
+    body = {"apiVersion": "v1", "kind": "Pod", **pod}
+    body["metadata"] = {**pod["metadata"], "name": "template"}
+    answer = client.request("POST", f"/api/v1/namespaces/{namespace}/pods?dryRun=All", body)
+    if answer.is_ok:
+        return "accepted"
+    return "refused" if "violates PodSecurity" in answer.content["message"] else "invalid"
 
 
 async def test_allowed_host_access_is_rendered_and_pod_security_still_applies(

@@ -95,22 +95,41 @@ HOST = {
     "pid": {"spec": {"hostPID": True}},
     "ipc": {"spec": {"hostIPC": True}},
     "path": {"spec": {"volumes": [{"name": "x", "hostPath": {"path": "/"}}]}},
-    "token-volume": {"spec": {"volumes": [{"name": "x", "projected": {"sources": [{"serviceAccountToken": {}}]}}]}},
+    "token-volume": volume(projected={"sources": [{"serviceAccountToken": {"path": "token"}}]}),
     "privileged": container(securityContext={"privileged": True}),
     "escalation": container(securityContext={"allowPrivilegeEscalation": True}),
     "capability": container(securityContext={"capabilities": {"add": ["SYS_ADMIN"]}}),
     "root": container(securityContext={"runAsUser": 0}),
     "pod-root": {"spec": {"securityContext": {"runAsNonRoot": False}}},
-    "proc": container(securityContext={"procMount": "Unmasked"}),
+    # Kubernetes wants a user namespace with it.
+    "proc": {
+        "spec": {
+            "hostUsers": False,
+            "containers": [{"name": "side", "securityContext": {"procMount": "Unmasked"}}],
+        }
+    },
     "seccomp": container(securityContext={"seccompProfile": {"type": "Unconfined"}}),
     "sysctl": {"spec": {"securityContext": {"sysctls": [{"name": "kernel.x", "value": "1"}]}}},
     "port": container(ports=[{"containerPort": 1, "hostPort": 1}]),
-    "device": container(volumeDevices=[{"devicePath": "/dev/sda", "name": "x"}]),
+    "device": {
+        "spec": {
+            "volumes": [{"name": "x", "persistentVolumeClaim": {"claimName": "c"}}],
+            "containers": [{"name": "side", "volumeDevices": [{"devicePath": "/dev/sda", "name": "x"}]}],
+        }
+    },
     "drivers-of-the-node": volume(flexVolume={"driver": "x/y"}),
     "another-machine-s-files": volume(nfs={"server": "s", "path": "/"}),
     "replaced-volume": {"spec": {"volumes": [{"name": "tmp", "emptyDir": None, "hostPath": {"path": "/"}}]}},
     "another-namespace-s-data": volume(
-        ephemeral={"volumeClaimTemplate": {"spec": {"dataSourceRef": {"name": "d", "namespace": "n"}}}}
+        ephemeral={
+            "volumeClaimTemplate": {
+                "spec": {
+                    "accessModes": ["ReadWriteOnce"],
+                    "resources": {"requests": {"storage": "1Gi"}},
+                    "dataSourceRef": {"kind": "PersistentVolumeClaim", "name": "d", "namespace": "n"},
+                }
+            }
+        }
     ),
     "other-pods": {"spec": {"affinity": EVERYWHERE}},
     "other-pods-preferred": {"spec": {"affinity": PREFERRED_ELSEWHERE}},
