@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
-from sluice_operator.api.fields_and_defaults.model_spec import HuggingFaceSource
+from sluice_operator.api.fields_and_defaults.model_spec import HuggingFaceSource, ModelSource
 from sluice_operator.api.manifest import check_manifest
 from sluice_operator.api.runbook_links import link_runbook, refer_to_runbook
 from sluice_operator.resources.deployments.engine_deployment import render_engines
@@ -157,7 +157,9 @@ def test_parts_of_a_spec_that_are_shown_are_accepted(part: dict[str, Any]) -> No
 
 def test_the_guide_to_models_shows_every_source() -> None:
     shown = [part.values[0]["model"]["source"] for part in PARTS_OF_SPECS if str(part.id).startswith("models.md")]
-    assert {name for source in shown for name in source} == {"huggingFace", "persistentVolumeClaim", "image"}
+    assert {name for source in shown for name in source} == {
+        str(field.alias) for field in ModelSource.model_fields.values()
+    }
     assert {name for source in shown for name in source.get("huggingFace", ())} == {
         str(field.alias) for field in HuggingFaceSource.model_fields.values()
     }

@@ -71,9 +71,6 @@ def render_engine_pod(cluster: ServingCluster, image: str, gpu_resource_name: st
     container["resources"] = _render_resources(spec, gpu_resource_name)
     container["volumeMounts"] += [model.mount, *mounts]
     container["env"] = [*model.variables, *container["env"]]
-    shared_memory: Object = {"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}}
-    if spec.engine.shared_memory is not None:
-        shared_memory["emptyDir"]["sizeLimit"] = str(spec.engine.shared_memory)
     template: Object = {
         "metadata": {
             "labels": {**label_child(name, names.ENGINE), MODEL_LABEL: identify_model(spec.model)},
@@ -87,7 +84,7 @@ def render_engine_pod(cluster: ServingCluster, image: str, gpu_resource_name: st
             ),
             "topologySpreadConstraints": pod_placement.render_topology_spread(labels),
             "containers": [container],
-            "volumes": [*model.volumes, common_pod_fields.TMP_VOLUME, shared_memory, *volumes],
+            "volumes": [*model.volumes, common_pod_fields.TMP_VOLUME, _render_shared_memory(spec), *volumes],
             **image_pull.render_pull_secrets(spec.engine),
             **pod_placement.render_placement(spec.engine),
         },
@@ -102,6 +99,13 @@ def render_engine_pod(cluster: ServingCluster, image: str, gpu_resource_name: st
     digest = compute_rollout_hash(spec, RESTARTS_ENGINES, image)
     merged["metadata"].setdefault("annotations", {})[RESTART_HASH_ANNOTATION] = digest
     return merged
+
+
+def _render_shared_memory(spec: ServingClusterSpec) -> Object:
+    volume: Object = {"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}}
+    if spec.engine.shared_memory is not None:
+        volume["emptyDir"]["sizeLimit"] = str(spec.engine.shared_memory)
+    return volume
 
 
 def _render_container(spec: ServingClusterSpec, image: str, security: Security) -> Object:
