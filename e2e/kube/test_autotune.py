@@ -256,7 +256,11 @@ async def test_auto_serves_with_the_strategy_that_a_search_chose(cluster: PodClu
 
     async with keep_asking(cluster, QUESTIONS):
         assert read_strategy() == "TaiChi"
-        await tuning.edit(strategy="Auto", slo=PATIENT, autotune={"cooldownSeconds": 1})
+        # Bounds spare the search most of what it would try of strategies with sliders: pods keep both cores busy.
+        sizes = {"min": LARGE_TOKENS, "max": LARGE_TOKENS}
+        bounds = {"prefillHeavy": {"min": 2, "max": 2}, "chunkSizes": {"prefillHeavy": sizes, "decodeHeavy": sizes}}
+        autotune = {"mode": "Apply", "cooldownSeconds": 1, "bounds": bounds}
+        await tuning.edit(strategy="Auto", slo=PATIENT, autotune=autotune)
         await tuning.wait("the default strategy, until a search has chosen", lambda: read_strategy() == "Sluice")
         await tuning.wait_reason("what the search chose", "Tuned")
         chosen = tuning.read()["recommended"]["strategy"]

@@ -27,5 +27,5 @@ async def run_capacity_search(runner: SearchRunner, request: CapacityRequest) ->
     Raises:
         SearchError: There is no result.
     """
-    limit_s = min(sum(compute_limit_s(sized.constraints.replicas) for sized in request.requests), MAX_LIMIT_S)
+    limit_s = min(sum(compute_limit_s(sized.constraints) for sized in request.requests), MAX_LIMIT_S)
     return await runner.call(COMMAND, request.to_json(), limit_s, CapacityResult.from_json)

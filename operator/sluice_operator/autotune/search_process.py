@@ -10,10 +10,14 @@ import resource
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sluice_core.sim.sim_setup import GC_THRESHOLD
+from sluice_core.strategies import STRATEGIES
 from sluice_operator.autotune.search_messages import SearchRequest, SearchResult
+
+if TYPE_CHECKING:
+    from sluice_operator.autotune.search_constraints import SearchConstraints
 
 RunSearch = Callable[[SearchRequest], Awaitable[SearchResult]]
 _Result = TypeVar("_Result")
@@ -60,7 +64,7 @@ class SearchRunner:
         Raises:
             SearchError: There is no result.
         """
-        limit_s = compute_limit_s(request.constraints.replicas)
+        limit_s = compute_limit_s(request.constraints)
         return await self.call(self._command, request.to_json(), limit_s, SearchResult.from_json)
 
     async def call(
@@ -85,9 +89,10 @@ class SearchRunner:
             raise SearchError(f"the search's result cannot be read: {error}") from error
 
 
-def compute_limit_s(replicas: int) -> float:
-    """Computes the time limit of a search for so many engines."""
-    return min(LIMIT_S + LIMIT_PER_ENGINE_S * replicas, MAX_LIMIT_S)
+def compute_limit_s(constraints: SearchConstraints) -> float:
+    """Computes the time limit of a search: one that chooses the strategy has that of a search for each of them."""
+    num_searches = len(STRATEGIES) if constraints.chooses_strategy else 1
+    return min(num_searches * (LIMIT_S + LIMIT_PER_ENGINE_S * constraints.replicas), MAX_LIMIT_S)
 
 
 async def _run_program(command: tuple[str, ...], text: str, limit_s: float) -> str:
