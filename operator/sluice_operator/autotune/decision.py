@@ -127,7 +127,7 @@ def _follow_size(state: TunerState, observation: TunerObservation) -> TunerState
     trial = state.trial
     if trial is not None:
         former = trial.former and scale_sliders(trial.former, state.replicas, replicas)
-        began_s = float(int(observation.wall_s))
+        began_s = observation.whole_wall_s
         trial = replace(trial, former=former, start=None, started_s=observation.now, began_s=began_s)
     return replace(state, replicas=replicas, tuned=tuned, home=home, trial=trial)
 

@@ -72,7 +72,7 @@ def start_trial(state: TunerState, sliders: Sliders, observation: TunerObservati
         former=state.tuned,
         before=observation.counts - state.baseline,
         started_s=observation.now,
-        began_s=float(int(observation.wall_s)),
+        began_s=observation.whole_wall_s,
     )
     return replace(state, tuned=sliders, home=None, trial=trial, changes_s=_append_change(state, observation))
 
@@ -80,7 +80,7 @@ def start_trial(state: TunerState, sliders: Sliders, observation: TunerObservati
 def resume_trial(stored: StoredTrial, observation: TunerObservation) -> AutotuneTrial:
     """Goes on with a trial that an earlier process began; what finished under it is counted anew."""
     # Clocks of nodes differ: a trial never began later than now.
-    began_s = min(stored.began_s, float(int(observation.wall_s)))
+    began_s = min(stored.began_s, observation.whole_wall_s)
     return AutotuneTrial(
         former=stored.former,
         before=stored.before,

@@ -48,6 +48,11 @@ class TunerObservation:
     chooses_strategy: bool = False
     sized: Sliders | None = None
 
+    @property
+    def whole_wall_s(self) -> float:
+        """The time in whole seconds, as trials store it."""
+        return float(int(self.wall_s))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutotuneTrial:

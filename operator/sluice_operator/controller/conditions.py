@@ -264,7 +264,7 @@ def _decide_engines_ready(inputs: StatusInputs) -> Condition:
 
 
 def _decide_pods_ready(condition_type: ConditionType, pods: Sequence[Pod], wanted: int, what: str) -> Condition:
-    num_ready = sum(pod.is_ready and pod.is_present for pod in pods)
+    num_ready = sum(pod.is_serving for pod in pods)
     if num_ready == 0:
         reason = Reason.NONE_READY
     elif num_ready < wanted:

@@ -220,7 +220,7 @@ def _suit_serving(
 ) -> ServingCluster:
     """Returns the cluster with sliders that suit the engines that serve, which carry all the load until others do."""
     replicas = effective.spec.replicas
-    serving = [pod for pod in observed.engines if pod.is_present and pod.is_ready and pod.engine_id not in leaving]
+    serving = [pod for pod in observed.engines if pod.is_serving and pod.engine_id not in leaving]
     if not 0 < len(serving) < replicas:
         return effective
     sliders = scaler.find_sliders(len(serving))

@@ -81,17 +81,17 @@ class StatusInputs:
     @property
     def num_engines_ready(self) -> int:
         """Engines that serve."""
-        return sum(pod.is_ready and pod.is_present for pod in self.engines)
+        return sum(pod.is_serving for pod in self.engines)
 
     @property
     def num_routers_ready(self) -> int:
         """Router pods that serve."""
-        return sum(pod.is_ready and pod.is_present for pod in self.routers)
+        return sum(pod.is_serving for pod in self.routers)
 
     @property
     def num_workers_ready(self) -> int:
         """Router processes that serve, of which a pod has one or more."""
-        return sum(pod.num_workers for pod in self.routers if pod.is_ready and pod.is_present)
+        return sum(pod.num_workers for pod in self.routers if pod.is_serving)
 
     @property
     def pod_failures(self) -> list[Failure]:

@@ -93,7 +93,7 @@ def is_split(switch: ModelSwitch, target: ModelSpec, routers: Sequence[Pod]) -> 
 def count_ready(switch: ModelSwitch, model: ModelSpec, pods: Sequence[Pod]) -> int:
     """Pods of a model that serve."""
     wanted = identify_model(model)
-    return sum(pod.is_present and pod.is_ready and switch.find_model(pod) == wanted for pod in pods)
+    return sum(pod.is_serving and switch.find_model(pod) == wanted for pod in pods)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +145,6 @@ def choose_router_model(switch: ModelSwitch, routers: Sequence[Pod]) -> str:
     """
     for model in switch.models:
         model_id = identify_model(model)
-        if any(pod.model_id == model_id and pod.is_ready and pod.is_present for pod in routers):
+        if any(pod.model_id == model_id and pod.is_serving for pod in routers):
             return model_id
     return ""

@@ -41,7 +41,7 @@ def choose_leaving(
     Returns:
         Why each engine leaves, in words.
     """
-    serving = [pod for pod in pods if pod.is_present and pod.is_ready]
+    serving = [pod for pod in pods if pod.is_serving]
     at_once: dict[EngineId, str] = {}
     in_turn: dict[EngineId, str] = {}
     for pod in serving:

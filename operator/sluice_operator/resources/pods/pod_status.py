@@ -81,6 +81,11 @@ class Pod:
         """Whether its Deployment counts it."""
         return not self.is_ending and not self.has_ended
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether it serves, and is to stay."""
+        return self.is_present and self.is_ready
+
 
 def read_pod(content: Object) -> Pod:
     """Reads a pod."""
