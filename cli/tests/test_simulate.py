@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from sluice_core.sim.goodput_search import search_goodput
 from sluice_core.sim.sim_setup import NoGrant, TtftEnd
 from sluice_core.sim.traces import TraceError
 from sluice_core.sim.workload import PoissonWorkload
-from sluice_core.strategy_parameters import EarlyRejection
+from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 from sluice_operator.api.manifest import parse_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -295,6 +296,16 @@ def test_a_setting_out_of_range_is_refused_by_name(change: str, message: str) ->
     with pytest.raises(ValueError, match=message) as refused:
         change_settings(SimulationSettings(), [change])
     assert change.partition("=")[0] in str(refused.value)
+
+
+def test_every_parameter_of_a_strategy_can_be_set() -> None:
+    changes = [f"{name}={value}" for name, value in describe_defaults().items()]
+    assert change_settings(SimulationSettings(), changes).parameters == StrategyParameters()
+
+
+def describe_defaults() -> dict[str, object]:
+    values = asdict(StrategyParameters())
+    return {name: ("on" if value else "off") if isinstance(value, bool) else value for name, value in values.items()}
 
 
 def test_a_setting_may_have_either_end_of_its_range() -> None:

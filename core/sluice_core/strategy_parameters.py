@@ -72,6 +72,7 @@ class StrategyParameters:
             deadlines, whoever else becomes late.
         late_reserve_share: Share of an engine's seats and KV blocks that such prompts leave free for others; manifests
             cannot set it.
+        urgent_reserve_share: The same, that prompts leave free for those of shorter TTFT SLOs; manifests cannot set it.
         overload_order: See ``OverloadOrder``.
         pack_share: Share of the TPOT SLO up to which decodes gather on one engine; 0: they stay where they begin.
         pack_prompt_share: Time of the usual prompt, as a share of the TPOT SLO, from which on they gather;
@@ -105,6 +106,7 @@ class StrategyParameters:
     late_ttft_factor: float = 3.0
     late_share: float = 0.0
     late_reserve_share: float = 0.25
+    urgent_reserve_share: float = 0.1
     overload_order: OverloadOrder = OverloadOrder.LONGEST_LAST
     pack_share: float = 0.85
     pack_prompt_share: float = 4.0

@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from test_paced_prefills import H100, NOW, bind_near_objective
+from test_paced_prefills import A100, H100, NOW, bind_near_objective
 from test_simulation import make_engines
 from test_slack_strategy import SLUICE, assign, make_prefill, make_table
 
@@ -150,15 +150,53 @@ def test_requests_are_counted_as_they_usually_are():
     usual = UsualRequest()
     assert (usual.prompt_tokens, usual.output_tokens) == (0.0, GUESSED_OUTPUT_TOKENS)
     for tokens in (500, 1500):
-        usual.note_placed(tokens)
+        usual.note_placed(tokens, 1.0)
     usual.note_finished(0)  # given up
     for tokens in (300, 500):
         usual.note_finished(tokens)
     assert (usual.prompt_tokens, usual.output_tokens) == (1000, 400)
     for _ in range(400):
-        usual.note_placed(100)
+        usual.note_placed(100, 1.0)
         usual.note_finished(10)
     assert (usual.prompt_tokens, usual.output_tokens) == (pytest.approx(100, rel=0.02), pytest.approx(10, rel=0.02))
+
+
+def test_the_least_objective_is_forgotten_when_nobody_has_it_any_more():
+    usual = UsualRequest()
+    assert usual.least_ttft_s == math.inf
+    usual.note_placed(100, 0.4)
+    seen = set()
+    for number in range(2, 2001):
+        usual.note_placed(100, 9.0)
+        seen.add((number // 1000, usual.least_ttft_s))
+    assert seen == {(0, 0.4), (1, 0.4), (2, 9.0)}
+    usual.note_placed(100, 6.5)
+    assert usual.least_ttft_s == 6.5
+
+
+@pytest.mark.parametrize(
+    ("load", "place"),
+    [
+        (EngineLoad(running_decodes=SEATS - 4), "placed"),  # a twentieth of 64 seats is 3
+        (EngineLoad(running_decodes=SEATS - 3), "seats"),
+        (EngineLoad(kv_blocks_used=800), "placed"),  # 950 blocks are for prompts, of which this one takes 150
+        (EngineLoad(kv_blocks_used=801), "seats"),
+        (EngineLoad(), "placed"),
+    ],
+    ids=["a seat", "no seat", "blocks", "no blocks", "idle"],
+)
+def test_prompts_leave_seats_and_blocks_free_for_those_of_shorter_objectives(load, place):
+    router = SLUICE.make_router(StrategyParameters(urgent_reserve_share=0.05), random.Random(1))
+    tokens = 16_000 if not load.kv_blocks_used and not load.running_decodes else 2400
+    first, other = make_prefill("first", ttft_s=0.5, tokens=16), make_prefill("other", ttft_s=0.5, tokens=tokens)
+    long = make_prefill("long", ttft_s=60.0, tokens=tokens)
+    assert describe(router.assign(NOW, [long], make_table(replace(load)))) == [("long", "placed")], "nobody is urgent"
+    assert describe(router.assign(NOW, [first], make_table())) == [("first", "no_engine")]
+    assert describe(router.assign(NOW, [long], make_table(replace(load)))) == [("long", "placed")], "nobody was placed"
+    assert describe(router.assign(NOW, [first], make_table(EngineLoad()))) == [("first", "placed")]
+    assert describe(router.assign(NOW, [long], make_table(replace(load)))) == [("long", place)]
+    if place != "placed":
+        assert describe(router.assign(NOW, [other], make_table(replace(load)))) == [("other", "placed")]
 
 
 LINE = IterationProfile(
@@ -183,3 +221,25 @@ def test_a_router_learns_what_prompts_its_decodes_bring(output_tokens, num_seats
     table.report(EngineId("e0"), EngineLoad(kv_blocks_total=10_000, running_decodes=9), 11.0)
     router.assign(11.0, [replace(prompt, request_id=RequestId("b"), arrival_s=11.0)], table)
     assert get_view(table.order[0]).num_seats == num_seats
+
+
+@pytest.mark.parametrize(
+    ("parameters", "least_met", "most_met"),
+    [({}, 0.95, 1.0), ({"urgent_reserve_share": 0.0}, 0.0, 0.8)],
+    ids=["room is left", "none is left"],
+)
+def test_urgent_prompts_find_blocks_where_answers_to_long_ones_fill_the_engines(parameters, least_met, most_met):
+    """Prompts of 4,000 tokens come faster than their answers give blocks back: some are late, and only those."""
+    rng, long, urgent = random.Random(4), Slo(ttft_s=6.0, tpot_s=0.07), Slo(ttft_s=0.4, tpot_s=0.07)
+    at_s, arrivals = 0.0, []
+    for number in range(400):
+        at_s += rng.expovariate(10.0)
+        is_long = number % 4 == 0
+        slo = long if is_long else urgent
+        arrivals.append(Arrival(at_s=at_s, prompt_tokens=4000 if is_long else 300, output_tokens=200, slo=slo))
+    engines = [replace(one, profile=A100) for one in make_engines(((2, 2048),), blocks=2_000, max_num_seqs=256)]
+    cell = Cell(engines=engines, strategy=SLUICE, parameters=StrategyParameters(**parameters))
+    simulation = Simulation(cell, arrivals)
+    assert simulation.run()
+    met = [request.has_met_slo for request in simulation.requests if request.ttft_slo_s == urgent.ttft_s]
+    assert least_met <= sum(met) / len(met) <= most_met

@@ -212,7 +212,7 @@ def make_packing(*prompts, **parameters):
     values = {"pack_share": 0.5, "pack_prompt_share": 0.0, "watermark": 0.75}
     usual = UsualRequest()
     for tokens in prompts:
-        usual.note_placed(tokens)
+        usual.note_placed(tokens, 1.0)
     return DecodePacking(StrategyParameters(**values | parameters), usual)
 
 

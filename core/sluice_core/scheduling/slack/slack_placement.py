@@ -6,6 +6,9 @@ comes later waits at the router, where the earliest deadline goes first and an e
 
 Queued prompts of a longer objective are no work ahead where they are due later: the engine computes by deadline too.
 Those of the same objective are. Else every prompt that has waited would pass them, and nothing would wait any more.
+
+A prompt leaves some seats and KV blocks free for those of shorter objectives. It can wait for the next that get free;
+where engines are full of long answers, an urgent one cannot.
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ class SlackPlacement(LengthAwarePlacement):
         if credit_s and ahead_s > credit_s:
             return Hold(request_id=request.request_id, reason="late_binding")
         self.waiting_order.note_placed(assign_pass.now, request, done_s - max(free_at_s, assign_pass.now))
-        self.usual.note_placed(request.prompt_tokens)
+        self.usual.note_placed(request.prompt_tokens, request.slo.ttft_s)
         is_passed = is_feasible and not request.is_recovery and self.parameters.selects_by_slack
         return assign_pass.place(
             request,
@@ -109,6 +112,8 @@ class SlackPlacement(LengthAwarePlacement):
         that see the same idle engine, or the same free seat, would all take it before a report can say so.
         """
         num_needed_of_others = 1 + SPARE_OF_OTHERS if _has_own(request, candidates) else 1
+        has_urgent = request.slo.ttft_s > self.usual.least_ttft_s
+        reserve_share = self.parameters.urgent_reserve_share if has_urgent else 0.0
         now, tokens, has_cached = assign_pass.now, request.prompt_tokens, bool(request.cached_tokens)
         best: Entry | None = None
         least_s = math.inf
@@ -126,6 +131,8 @@ class SlackPlacement(LengthAwarePlacement):
             num_needed = num_needed_of_others if view.is_of_others else 1
             if view.available_tokens < num_needed * tokens or view.available_seqs < num_needed:
                 continue
+            if reserve_share and not _leaves_free(view, reserve_share, num_needed, num_needed * tokens):
+                continue
             done_s = assign_pass.estimate_done_s(request, view)
             if view.is_of_others:
                 done_s += OTHERS_DELAY * credit_s
@@ -134,17 +141,9 @@ class SlackPlacement(LengthAwarePlacement):
         return best
 
     def _has_room_for_late(self, view: EngineView, request: PrefillRequest) -> bool:
-        """Say whether an engine has a seat and KV blocks for a late prompt, which leaves some free for others.
-
-        It is behind the late ones that wait there. An idle engine keeps nothing free: any prompt that fits can begin.
-        """
+        """Say whether an engine has a seat and KV blocks for a late prompt, behind the late ones that wait there."""
         share = self.parameters.late_reserve_share
-        kept_seqs = min(share * view.num_seats, view.num_seats - view.available_seqs)
-        kept_tokens = min(share * view.kv_tokens, view.kv_tokens - view.available_tokens)
-        return (
-            view.available_seqs - view.late_requests >= 1 + kept_seqs
-            and view.available_tokens - view.late_tokens >= request.prompt_tokens + kept_tokens
-        )
+        return _leaves_free(view, share, 1 + view.late_requests, request.prompt_tokens + view.late_tokens)
 
     def _get_credit_s(self, assign_pass: AssignPass, request: PrefillRequest) -> float:
         """Get the prefill work that an engine is given ahead, in seconds; 0: all of it, as it arrives.
@@ -154,6 +153,13 @@ class SlackPlacement(LengthAwarePlacement):
         if not self.parameters.credit_s or not assign_pass.engines.num_of_others or request.slo.ttft_s == math.inf:
             return self.parameters.credit_s
         return max(self.parameters.credit_s, self.parameters.shared_credit_share * request.slo.ttft_s)
+
+
+def _leaves_free(view: EngineView, share: float, num_seqs: int, tokens: int) -> bool:
+    """Say whether prompts leave a share of an engine free. None of an idle one: any prompt that fits can begin."""
+    kept_seqs = min(math.floor(share * view.num_seats), view.num_seats - view.available_seqs)
+    kept_tokens = min(share * view.kv_tokens, view.kv_tokens - view.available_tokens)
+    return view.available_seqs >= num_seqs + kept_seqs and view.available_tokens >= tokens + kept_tokens
 
 
 def _has_own(request: PrefillRequest, candidates: Sequence[Entry]) -> bool:
