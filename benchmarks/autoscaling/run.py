@@ -39,7 +39,7 @@ from sluice_core.sim.sim_setup import (
     EngineSetup,
     SimOptions,
 )
-from sluice_core.sim.workload import PoissonWorkload, scale_trace
+from sluice_core.sim.workload import DrawnWorkload, scale_trace
 from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 from sluice_core.strategies import STRATEGIES, get_strategy
 from sluice_operator.api.sliders import Sliders, scale_sliders
@@ -158,7 +158,7 @@ def _search(template: EngineSetup, sliders: Sliders, rows: Sequence[TraceRow], s
     ]
     options = SimOptions(wait_limit_s=ROUTER_WAIT_LIMIT_S)
     cell = Cell(engines=engines, strategy=get_strategy(sliders.strategy), options=options)
-    workload = PoissonWorkload(rows, slo, SEARCH_SEED)
+    workload = DrawnWorkload(rows, slo, SEARCH_SEED)
     return search_goodput(cell, workload, duration_s=SEARCH_S, start_rps=0.5 * size).rate_rps
 
 

@@ -12,7 +12,7 @@ from sluice_cli.simulation.worker_processes import start_workers
 from sluice_core.sim.goodput_search import NoGoodputError, search_goodput
 from sluice_core.sim.run_summary import RunSummary, list_latencies, summarize
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.workload import PoissonWorkload
+from sluice_core.sim.workload import DrawnWorkload
 from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class PaperResult:
         return self.summary
 
 
-def _make_workload(trial: PaperTrial) -> PoissonWorkload:
+def _make_workload(trial: PaperTrial) -> DrawnWorkload:
     rows = load_rows(trial.trace)
     if trial.class_ttft_s or trial.output_tokens:
         ttft_s = dict(trial.class_ttft_s)
@@ -93,7 +93,7 @@ def _make_workload(trial: PaperTrial) -> PoissonWorkload:
             )
             for row in rows
         ]
-    return PoissonWorkload(rows, trial.spec.slo, trial.seed)
+    return DrawnWorkload(rows, trial.spec.slo, trial.seed)
 
 
 def make_arrivals(trial: PaperTrial) -> list[Arrival]:

@@ -26,7 +26,7 @@ from sluice_core.sim.run_summary import RunSummary, compute_percentile, summariz
 from sluice_core.sim.sim_setup import Cell, EngineSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import HASH_BLOCK_TOKENS, parse_trace
-from sluice_core.sim.workload import PoissonWorkload
+from sluice_core.sim.workload import DrawnWorkload
 from sluice_core.strategies import get_strategy
 from sluice_core.strategies.placements import PLACEMENTS
 
@@ -82,11 +82,11 @@ class SessionAffinity(PlacementPolicy):
         )
 
 
-class SessionWorkload(PoissonWorkload):
+class SessionWorkload(DrawnWorkload):
     """Tells ``SessionAffinity`` which conversation a request belongs to; the simulator numbers requests."""
 
     def make_arrivals(self, rate_rps: float, duration_s: float) -> list[Arrival]:
-        """See ``PoissonWorkload.make_arrivals``."""
+        """See ``DrawnWorkload.make_arrivals``."""
         arrivals = super().make_arrivals(rate_rps, duration_s)
         SessionAffinity.sessions = {
             str(index): arrival.block_hashes[:SESSION_HASHES] for index, arrival in enumerate(arrivals)

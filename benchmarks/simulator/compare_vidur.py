@@ -27,7 +27,7 @@ from benchmarks.simulator.run import SLOS, TRACES, list_cases, load_rows, make_c
 
 from sluice_core.sim.sim_setup import GC_THRESHOLD
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.workload import PoissonWorkload
+from sluice_core.sim.workload import DrawnWorkload
 
 if TYPE_CHECKING:
     from benchmarks.simulator.run import SimulatorCase
@@ -112,7 +112,7 @@ def main() -> None:
         name = f"{lengths} aggregated"
         case = list_cases()[name]
         rows = load_rows(lengths)
-        arrivals = PoissonWorkload(rows, SLOS[lengths], 1).make_arrivals(case.rate_rps, case.duration_s)
+        arrivals = DrawnWorkload(rows, SLOS[lengths], 1).make_arrivals(case.rate_rps, case.duration_s)
         workload = describe(case, arrivals)
         runs = [(run_sluice(case, arrivals), run_vidur(python, workload)) for _ in range(REPEATS)]
         best = [min((pair[side] for pair in runs), key=lambda run: run["cpu_s"]) for side in (0, 1)]

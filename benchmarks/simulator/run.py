@@ -32,7 +32,7 @@ from sluice_core.records import EngineId, Role, Slo
 from sluice_core.sim.sim_setup import GC_THRESHOLD, Cell, EngineSetup, NoGrant, SimOptions, TtftEnd
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import TraceRow, parse_trace
-from sluice_core.sim.workload import PoissonWorkload
+from sluice_core.sim.workload import DrawnWorkload
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
@@ -140,7 +140,7 @@ def make_cell(case: SimulatorCase) -> Cell:
 def measure(case: SimulatorCase, rows: list[TraceRow], seed: int) -> dict[str, float]:
     """Simulate once; making the requests is not part of it."""
     cell = make_cell(case)
-    arrivals = PoissonWorkload(rows, SLOS[case.lengths], seed).make_arrivals(case.rate_rps, case.duration_s)
+    arrivals = DrawnWorkload(rows, SLOS[case.lengths], seed).make_arrivals(case.rate_rps, case.duration_s)
     gc.collect()
     started = time.process_time()
     simulation = Simulation(cell, arrivals)
@@ -159,7 +159,7 @@ def measure(case: SimulatorCase, rows: list[TraceRow], seed: int) -> dict[str, f
 
 def profile(case: SimulatorCase, rows: list[TraceRow]) -> None:
     """Print where the time goes."""
-    arrivals = PoissonWorkload(rows, SLOS[case.lengths], 1).make_arrivals(case.rate_rps, case.duration_s)
+    arrivals = DrawnWorkload(rows, SLOS[case.lengths], 1).make_arrivals(case.rate_rps, case.duration_s)
     simulation = Simulation(make_cell(case), arrivals)
     profiler = cProfile.Profile()
     profiler.runcall(simulation.run)

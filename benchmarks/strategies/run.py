@@ -23,7 +23,7 @@ from sluice_core.latency.measured_profiles import load_model_on_gpu
 from sluice_core.records import EngineId, Role, Slo
 from sluice_core.sim.goodput_search import NoGoodputError, search_goodput
 from sluice_core.sim.sim_setup import BLOCK_SIZE_TOKENS, MAX_BATCH_TOKENS, Cell, EngineSetup
-from sluice_core.sim.workload import PoissonWorkload
+from sluice_core.sim.workload import DrawnWorkload
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import OverloadOrder, StrategyParameters
 
@@ -82,7 +82,7 @@ def measure(cell: StrategyCell, system: str, parameters: StrategyParameters, see
         simulated = Cell(
             engines=build_engines(cell, engines), strategy=get_strategy(strategy), parameters=parameters, seed=seed
         )
-        workload = PoissonWorkload(load_rows(TRACES / f"{cell.trace}.csv.gz"), slo, seed)
+        workload = DrawnWorkload(load_rows(TRACES / f"{cell.trace}.csv.gz"), slo, seed)
         try:
             run = search_goodput(simulated, workload, duration_s=cell.duration_s, start_rps=cell.start_rps)
         except NoGoodputError:

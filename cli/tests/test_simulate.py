@@ -25,7 +25,7 @@ from sluice_core.records import Role, Slo
 from sluice_core.sim.goodput_search import search_goodput
 from sluice_core.sim.sim_setup import NoGrant, TtftEnd
 from sluice_core.sim.traces import TraceError
-from sluice_core.sim.workload import PoissonWorkload
+from sluice_core.sim.workload import DrawnWorkload
 from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 from sluice_operator.api.manifest import parse_manifest
 
@@ -105,7 +105,7 @@ def test_a_goodput_is_searched_from_the_rate_or_from_half_a_request_per_engine(
     report = simulate_json(*CLUSTER, "--trace", TRACE, "--goodput", "--duration-s", "5", "--seeds", "7", *flags)
     assert report["target"] == target
     rows = load_rows(Path(TRACE))
-    arrivals = PoissonWorkload(rows, Slo(ttft_s=4.0, tpot_s=0.07), 7).make_arrivals(1.0, 50.0)
+    arrivals = DrawnWorkload(rows, Slo(ttft_s=4.0, tpot_s=0.07), 7).make_arrivals(1.0, 50.0)
     assert asked == [(4, len(arrivals), {"duration_s": 5.0, "start_rps": start_rps, "target": target})]
 
 
@@ -202,6 +202,7 @@ def test_the_timeline_is_written(tmp_path: Path) -> None:
         (("--rate", "1", "--set", "watermark=2"), "watermark is '2'; 0 to 1 is allowed"),
         (("--rate", "1", "--seeds", "1,1"), "has a seed twice"),
         (("--rate", "1", "--trace-times"), "the trace has no arrival_s"),
+        (("--rate", "1", "--trace-times", "--set", "burstiness=0.25"), "burstiness is for drawn arrivals"),
         ((), "--rate or --goodput is needed"),
         (("--goodput", "--timeline", "x"), "need --rate"),
     ],
@@ -257,7 +258,7 @@ def test_groups_become_engines_of_their_roles() -> None:
 def test_settings_reach_the_cluster() -> None:
     changes = ["no_grant=wait", "ttft_end=decode_join", "budget=prefill", "placement=least_work", "flow=off"]
     changes += ["early_rejection=reject", "approaching_factor=0.9", "watermark=0.8", "min_tokens_between_moves=3"]
-    changes += ["routers=3", "report_s=0.05", "router_latency_factor=1.15"]
+    changes += ["routers=3", "report_s=0.05", "router_latency_factor=1.15", "engine_latency_factor=0.9"]
     spec = ClusterSpec(
         model="qwen2.5-14b",
         gpu="a100-80g",
@@ -278,6 +279,7 @@ def test_settings_reach_the_cluster() -> None:
     assert (cluster.parameters.approaching_factor, cluster.parameters.watermark) == (0.9, 0.8)
     assert cluster.parameters.min_tokens_between_moves == 3
     assert [router.latency_factor for router in cluster.routers] == [1.15] * 3
+    assert [engine.latency_factor for engine in cluster.engines] == [0.9] * 4
     assert cluster.options.report_s == 0.05
 
 
@@ -296,6 +298,17 @@ def test_a_setting_out_of_range_is_refused_by_name(change: str, message: str) ->
     with pytest.raises(ValueError, match=message) as refused:
         change_settings(SimulationSettings(), [change])
     assert change.partition("=")[0] in str(refused.value)
+
+
+def test_bursts_cost_goodput() -> None:
+    attainment = {}
+    for burstiness in (0.1, 1.0):
+        code, output = simulate(
+            *CLUSTER, "--trace", TRACE, "--rate", "2", *SHORT, "--set", f"burstiness={burstiness}", "--json"
+        )
+        assert code == 0, output
+        attainment[burstiness] = json.loads(output)["attainment"]
+    assert attainment[0.1] < attainment[1.0]
 
 
 def test_every_parameter_of_a_strategy_can_be_set() -> None:

@@ -22,7 +22,7 @@ from sluice_core.planning.planner import Planner
 from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.planning.trials import SearchTrial, TrialEvaluator, TrialResult, build_cell
 from sluice_core.sim.goodput_search import NoGoodputError
-from sluice_core.sim.workload import PoissonWorkload
+from sluice_core.sim.workload import DrawnWorkload
 from sluice_operator.api.manifest import parse_manifest
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def test_all_strategies_serve_the_same_requests_for_the_time_that_the_first_one_
         sliders: SliderCandidate = figures.strategies[name].sliders
         assert sliders.strategy == name
         assert search.cell == build_cell(problem, sliders, seed)
-        expected = PoissonWorkload(rows, problem.slo, seed, problem.classes)
+        expected = DrawnWorkload(rows, problem.slo, seed, problem.classes)
         assert search.workload.make_arrivals(3.0, 9.0) == expected.make_arrivals(3.0, 9.0)
     assert [what for what, _ in formulas.pools] == [problem, "closed"] * 2
     assert {number for _, number in formulas.pools} == {1, 0}

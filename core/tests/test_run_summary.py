@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import random
+import statistics
 from dataclasses import replace
 from itertools import pairwise
 
@@ -23,7 +24,7 @@ from sluice_core.sim.run_summary import compute_percentile, list_longest_tenth, 
 from sluice_core.sim.sim_setup import Arrival, Cell, RouterSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import TraceError, TraceRow, parse_trace
-from sluice_core.sim.workload import PoissonWorkload, scale_trace
+from sluice_core.sim.workload import DrawnWorkload, scale_trace
 from sluice_core.slo_attainment import check_slo, compute_tpot_s
 from sluice_core.strategies import STRATEGIES, get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
@@ -215,19 +216,19 @@ def test_a_run_without_requests_has_no_metrics():
 
 
 def test_one_seed_fixes_lengths_and_gaps_and_a_rate_divides_the_gaps():
-    slow = PoissonWorkload(ROWS, SLO, seed=1).make_arrivals(2.0, 50.0)
-    workload = PoissonWorkload(ROWS, SLO, seed=1)
+    slow = DrawnWorkload(ROWS, SLO, seed=1).make_arrivals(2.0, 50.0)
+    workload = DrawnWorkload(ROWS, SLO, seed=1)
     workload.make_arrivals(9.0, 50.0)
     fast = workload.make_arrivals(4.0, 25.0)
     assert [arrival.at_s for arrival in slow] == pytest.approx([2 * arrival.at_s for arrival in fast])
     assert [arrival.prompt_tokens for arrival in slow] == [arrival.prompt_tokens for arrival in fast]
-    assert [a.prompt_tokens for a in PoissonWorkload(ROWS, SLO, seed=2).make_arrivals(2.0, 50.0)] != [
+    assert [a.prompt_tokens for a in DrawnWorkload(ROWS, SLO, seed=2).make_arrivals(2.0, 50.0)] != [
         a.prompt_tokens for a in slow
     ]
 
 
 def test_lengths_are_drawn_without_replacement():
-    arrivals = PoissonWorkload(ROWS, SLO, seed=1).make_arrivals(10.0, 60.0)
+    arrivals = DrawnWorkload(ROWS, SLO, seed=1).make_arrivals(10.0, 60.0)
     assert len(arrivals) > 2 * len(ROWS)
     for start in (0, len(ROWS)):
         lengths = [arrival.prompt_tokens for arrival in arrivals[start : start + len(ROWS)]]
@@ -236,7 +237,7 @@ def test_lengths_are_drawn_without_replacement():
 
 def test_prompts_with_hashes_keep_their_order_and_are_new_ones_each_time_round():
     rows = [replace(row, block_hashes=(number // 10, 100 + number)) for number, row in enumerate(ROWS)]
-    arrivals = PoissonWorkload(rows, SLO, seed=1).make_arrivals(10.0, 60.0)
+    arrivals = DrawnWorkload(rows, SLO, seed=1).make_arrivals(10.0, 60.0)
     assert len(arrivals) > 2 * len(rows)
     first = arrivals[0].prompt_tokens - ROWS[0].prompt_tokens
     assert [a.prompt_tokens for a in arrivals[:200]] == [ROWS[(first + n) % 200].prompt_tokens for n in range(200)]
@@ -244,7 +245,7 @@ def test_prompts_with_hashes_keep_their_order_and_are_new_ones_each_time_round()
     assert len(hashes[0]) == 20 + 200
     assert not hashes[0] & hashes[1]
     assert not hashes[1] & hashes[2]
-    assert {PoissonWorkload(rows, SLO, seed).make_arrivals(1.0, 9.0)[0].prompt_tokens for seed in range(5)} != {
+    assert {DrawnWorkload(rows, SLO, seed).make_arrivals(1.0, 9.0)[0].prompt_tokens for seed in range(5)} != {
         arrivals[0].prompt_tokens
     }
 
@@ -264,8 +265,22 @@ def test_the_hit_rate_is_the_share_of_prompt_tokens_that_were_found():
 
 
 def test_the_mean_rate_is_the_wanted_one():
-    arrivals = PoissonWorkload(ROWS, SLO, seed=1).make_arrivals(20.0, 500.0)
+    arrivals = DrawnWorkload(ROWS, SLO, seed=1).make_arrivals(20.0, 500.0)
     assert len(arrivals) / 500.0 == pytest.approx(20.0, rel=0.03)
+
+
+@pytest.mark.parametrize(("burstiness", "deviation"), [(0.25, 2.0), (1.0, 1.0), (4.0, 0.5)])
+def test_gaps_are_as_bursty_as_wanted_at_the_same_rate(burstiness: float, deviation: float):
+    arrivals = DrawnWorkload(ROWS, SLO, seed=1, burstiness=burstiness).make_arrivals(20.0, 1000.0)
+    assert len(arrivals) / 1000.0 == pytest.approx(20.0, rel=0.05)
+    gaps = [later.at_s - earlier.at_s for earlier, later in pairwise(arrivals)]
+    assert statistics.pstdev(gaps) / statistics.fmean(gaps) == pytest.approx(deviation, rel=0.05)
+
+
+@pytest.mark.parametrize("burstiness", [0.0, -1.0, math.inf, math.nan])
+def test_a_burstiness_that_is_no_positive_number_is_refused(burstiness: float):
+    with pytest.raises(ValueError, match=f"burstiness is {burstiness}; a number above 0 is needed"):
+        DrawnWorkload(ROWS, SLO, seed=1, burstiness=burstiness)
 
 
 def test_traces_are_read_with_times_classes_and_objectives():
@@ -278,7 +293,7 @@ def test_traces_are_read_with_times_classes_and_objectives():
         (0.5, 3.0, SLO.tpot_s),
     ]
     chat = SloClass(name="chat", slo=Slo(ttft_s=1.0, tpot_s=0.1), priority=5)
-    classed = PoissonWorkload(rows, SLO, 1, [chat]).make_arrivals(1.0, 50.0)
+    classed = DrawnWorkload(rows, SLO, 1, [chat]).make_arrivals(1.0, 50.0)
     assert {(a.prompt_tokens, a.priority, a.slo.ttft_s, a.slo.tpot_s) for a in classed} == {
         (10, 5, 0.4, 0.1),
         (7, 0, 3.0, SLO.tpot_s),
@@ -337,12 +352,12 @@ def test_a_cell_that_never_passes_is_refused():
 def test_a_rate_at_which_nothing_arrives_does_not_pass():
     with pytest.raises(NoGoodputError, match="not even"):
         search_goodput(
-            make_cell(), PoissonWorkload(ROWS, Slo(ttft_s=1.0, tpot_s=1.0), seed=1), duration_s=1e-9, start_rps=1.0
+            make_cell(), DrawnWorkload(ROWS, Slo(ttft_s=1.0, tpot_s=1.0), seed=1), duration_s=1e-9, start_rps=1.0
         )
 
 
 def test_goodput_is_a_rate_that_passes_whose_successor_fails():
-    workload = PoissonWorkload(ROWS, Slo(ttft_s=0.2, tpot_s=0.05), seed=1)
+    workload = DrawnWorkload(ROWS, Slo(ttft_s=0.2, tpot_s=0.05), seed=1)
     found = search_goodput(make_cell(), workload, duration_s=5.0, start_rps=8.0)
     assert found.summary.attainment >= 0.9
     simulation = run(make_cell(), workload.make_arrivals(found.rate_rps, 5.0))

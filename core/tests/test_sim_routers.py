@@ -128,6 +128,23 @@ def test_engines_that_learn_what_iterations_take_tell_the_routers():
         assert second.table[engine.engine_id].latency.estimate_shape_s(shape) == pytest.approx(1.15 * learned_s)
 
 
+def test_routers_go_by_what_engines_hold_true_of_themselves_also_where_it_is_wrong():
+    arrivals = make_arrivals(random.Random(6), number=60)
+    setups = [replace(setup, latency_factor=1.2) for setup in make_engines(((2, 256),), blocks=400)]
+    cell = Cell(
+        engines=setups, strategy=STRATEGIES["sluice"][0], routers=(RouterSetup(), RouterSetup(latency_factor=0.5))
+    )
+    simulation = run(cell, arrivals)
+    shape = IterationShape(prefill_tokens=200, num_chunks=1, attention_work=20_000.0, num_decodes=2)
+    for engine in simulation.engines:
+        exact_s = engine.setup.profile.estimate_shape_s(shape)
+        assert engine.latency.estimate_shape_s(shape) == pytest.approx(1.2 * exact_s)
+        known_s = [one.table[engine.engine_id].latency.estimate_shape_s(shape) for one in simulation.routers.routers]
+        assert known_s == pytest.approx([1.2 * exact_s, 0.6 * exact_s])
+    exact = replace(cell, engines=[replace(setup, latency_factor=1.0) for setup in setups])
+    assert describe(run(exact, arrivals)) != describe(simulation)
+
+
 def test_what_clients_ask_for_bounds_the_lengths_that_a_router_predicts():
     arrivals = [replace(arrival, output_tokens=9) for arrival in make_arrivals(random.Random(7), number=40)]
     asked = [replace(arrival, max_output_tokens=9) for arrival in arrivals]
@@ -168,12 +185,13 @@ def test_a_wrong_model_is_wrong_by_its_factor():
     [
         lambda: RouterSetup(arrival_share=0.0),
         lambda: RouterSetup(latency_factor=-1.0),
+        lambda: replace(make_engines(((1, 256),))[0], latency_factor=0.0),
         lambda: SimOptions(report_s=-0.1),
         lambda: Cell(engines=(), strategy=STRATEGIES["sluice"][0], routers=()),
     ],
 )
 def test_routers_that_cannot_be_are_refused(make):
-    with pytest.raises(ValueError, match=r"positive|at least"):
+    with pytest.raises(ValueError, match=r"positive|at least|above 0"):
         make()
 
 

@@ -51,9 +51,7 @@ from sluice_operator.api.manifest import parse_manifest, read_manifest_text
 )
 @click.option("--duration-s", default=600.0, show_default=True, type=POSITIVE, help="Simulated seconds of a run.")
 @click.option("--seeds", default="1,2,3", show_default=True, callback=parse_seeds, help="One run for each.")
-@click.option(
-    "--trace-times", is_flag=True, help="Arrivals of the trace, stretched to --rate, instead of Poisson ones."
-)
+@click.option("--trace-times", is_flag=True, help="Arrivals of the trace, stretched to --rate, instead of drawn ones.")
 @click.option(
     "--prefix-reuse/--no-prefix-reuse",
     default=None,
@@ -84,11 +82,13 @@ def simulate(
     if not is_goodput and rate_rps is None and not trace_times:
         raise click.UsageError("--rate or --goodput is needed")
     if is_goodput and (trace_times or timeline):
-        raise click.UsageError("--goodput searches with Poisson arrivals; --trace-times and --timeline need --rate")
+        raise click.UsageError("--goodput searches with drawn arrivals; --trace-times and --timeline need --rate")
     with as_command_error(ValueError):  # a ManifestError is one
         given = ClusterFlags(**flags)
         cluster = None if manifest is None else parse_manifest(read_manifest_text(manifest))
         spec = choose_cluster_spec(cluster, given, {"--engines": given.engines})
+        if trace_times and spec.settings.burstiness != 1.0:
+            raise ValueError("--set burstiness is for drawn arrivals; with --trace-times they are those of the trace")
         run = SeedRun(
             spec=spec,
             trace=trace,

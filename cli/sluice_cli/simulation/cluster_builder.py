@@ -79,6 +79,7 @@ def build_engines(spec: ClusterSpec) -> list[EngineSetup]:
             max_batch_tokens=settings.max_batch_tokens,
             link=link,
             operators_per_iteration=settings.operators_per_iteration,
+            latency_factor=settings.engine_latency_factor,
         )
         for role, group in zip(_ROLES, spec.engines, strict=False)
         for number in range(group.count)

@@ -131,6 +131,7 @@ def make_inputs(manifest: ServingCluster | None, flags: PlanFlags, rows: Sequenc
         options=make_options(settings),
         classes=spec.classes,
         routers=make_routers(settings),
+        burstiness=settings.burstiness,
     )
     return PlanInputs(
         spec=spec,

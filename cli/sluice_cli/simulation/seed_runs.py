@@ -14,7 +14,7 @@ from sluice_core.sim.chrome_trace import Timeline
 from sluice_core.sim.goodput_search import search_goodput
 from sluice_core.sim.run_summary import make_report, summarize
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.workload import PoissonWorkload, scale_trace
+from sluice_core.sim.workload import DrawnWorkload, scale_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,7 @@ def simulate_seed(run: SeedRun) -> tuple[float | None, RunSummary]:
     """Simulates one seed; returns the goodput if that was asked for, and the run at that rate."""
     rows = load_rows(run.trace, reads_hashes=run.spec.settings.prefix_reuse is not None)
     cluster = build_cluster(run.spec, run.seed)
-    workload = PoissonWorkload(rows, run.spec.slo, run.seed, run.spec.classes)
+    workload = DrawnWorkload(rows, run.spec.slo, run.seed, run.spec.classes, burstiness=run.spec.settings.burstiness)
     if run.target is not None:
         start_rps = run.rate_rps or _START_RPS_PER_ENGINE * len(cluster.engines)
         found = search_goodput(cluster, workload, duration_s=run.duration_s, start_rps=start_rps, target=run.target)

@@ -62,7 +62,9 @@ class SimulationSettings:
             does.
         routers: Routers, each with an equal share of the requests.
         report_s: Time from a change of an engine's load until the routers know.
-        router_latency_factor: The routers' latency model says so many times what iterations take.
+        router_latency_factor: The routers' latency model says so many times what engines say that iterations take.
+        engine_latency_factor: The engines' latency model says so many times what iterations take.
+        burstiness: Of arrivals that are drawn, see ``DrawnWorkload``; 1: a Poisson process.
     """
 
     parameters: StrategyParameters = field(default_factory=StrategyParameters)
@@ -92,6 +94,8 @@ class SimulationSettings:
     routers: int = 1
     report_s: float = 0.0
     router_latency_factor: float = 1.0
+    engine_latency_factor: float = 1.0
+    burstiness: float = 1.0
 
 
 def _read_switch(text: str) -> bool:
@@ -193,6 +197,8 @@ _READERS: dict[str, Callable[[str], object]] = {
     "routers": _read_count(1, 64),
     "report_s": _read_number(0.0, 10.0),
     "router_latency_factor": _read_number(0.1, 10.0),
+    "engine_latency_factor": _read_number(0.1, 10.0),
+    "burstiness": _read_number(0.01, 100.0),
     "profile": lambda text: ProfileKind(_read_choice(ProfileKind)(text)),
 }
 

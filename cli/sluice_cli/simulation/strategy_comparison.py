@@ -20,7 +20,6 @@ from sluice_core.planning.planner import Planner
 from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.planning.trials import build_cell
 from sluice_core.sim.goodput_search import NoGoodputError, search_goodput
-from sluice_core.sim.workload import PoissonWorkload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,7 +128,7 @@ def find_goodput_rps(
     target: float,
 ) -> float:
     """Searches the goodput of a seed, in requests/s; 0 where no rate passes."""
-    workload = PoissonWorkload(problem.rows, problem.slo, seed, problem.classes)
+    workload = problem.make_workload(seed)
     try:
         found = search_goodput(
             build_cell(problem, candidate, seed), workload, duration_s=duration_s, start_rps=start_rps, target=target

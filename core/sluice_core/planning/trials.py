@@ -18,7 +18,7 @@ from sluice_core.sim.run_summary import RunSummary, list_latencies, summarize
 from sluice_core.sim.sim_setup import Arrival, Cell, EngineSetup, RouterSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import TraceRow
-from sluice_core.sim.workload import PoissonWorkload
+from sluice_core.sim.workload import DrawnWorkload
 from sluice_core.strategies import Strategy
 from sluice_core.strategy_parameters import StrategyParameters
 
@@ -36,6 +36,7 @@ class PlanningProblem:
         options: Semantics.
         classes: Objectives and priorities of request classes.
         routers: The routers.
+        burstiness: See ``DrawnWorkload``.
     """
 
     rows: Sequence[TraceRow]
@@ -46,6 +47,11 @@ class PlanningProblem:
     options: SimOptions = SimOptions()  # noqa: RUF009 - a frozen record
     classes: Sequence[SloClass] = ()
     routers: Sequence[RouterSetup] = (RouterSetup(),)
+    burstiness: float = 1.0
+
+    def make_workload(self, seed: int) -> DrawnWorkload:
+        """Make the requests of a seed."""
+        return DrawnWorkload(self.rows, self.slo, seed, self.classes, burstiness=self.burstiness)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +150,7 @@ class TrialEvaluator:
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
-        self._workloads: dict[int, PoissonWorkload] = {}
+        self._workloads: dict[int, DrawnWorkload] = {}
         self._latest = (0, 0.0, 0.0)
         self._arrivals: Sequence[Arrival] = ()
 
@@ -169,7 +175,7 @@ class TrialEvaluator:
         problem, seed, key = self._problem, trial.seed, (trial.seed, trial.rate_rps, trial.duration_s)
         if key != self._latest:
             if seed not in self._workloads:
-                self._workloads[seed] = PoissonWorkload(problem.rows, problem.slo, seed, problem.classes)
+                self._workloads[seed] = problem.make_workload(seed)
             self._arrivals = self._workloads[seed].make_arrivals(trial.rate_rps, trial.duration_s)
             self._latest = key
         return self._arrivals

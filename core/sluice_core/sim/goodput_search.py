@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from sluice_core.sim.run_summary import RunSummary, summarize
 from sluice_core.sim.sim_setup import Cell
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.workload import PoissonWorkload
+from sluice_core.sim.workload import DrawnWorkload
 from sluice_core.slo_attainment import DEFAULT_ATTAINMENT
 
 GOODPUT_PRECISION = 0.02
@@ -39,7 +39,7 @@ class GoodputRun:
 
 
 def search_goodput(
-    cell: Cell, workload: PoissonWorkload, *, duration_s: float, start_rps: float, target: float = DEFAULT_ATTAINMENT
+    cell: Cell, workload: DrawnWorkload, *, duration_s: float, start_rps: float, target: float = DEFAULT_ATTAINMENT
 ) -> GoodputRun:
     """Search the goodput of one seed.
 

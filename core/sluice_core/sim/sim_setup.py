@@ -132,9 +132,10 @@ class EngineSetup:
             ends (FlowPrefill, section 5.1), if the strategy preempts prefills. 0: it never stops, as on engines.
         learns_latency: Its policy and the routers know at first nothing of how long its iterations take, and learn it
             from them, as in the product. False: they know the profile.
+        latency_factor: What they know, unless they learn it, says so many times what iterations take. 1: it is right.
 
     Raises:
-        ValueError: No blocks, a chunk size above ``max_batch_tokens``, or fewer than no operators.
+        ValueError: No blocks, a chunk size above ``max_batch_tokens``, fewer than no operators, or no latency factor.
     """
 
     engine_id: EngineId
@@ -149,12 +150,15 @@ class EngineSetup:
     link: TransferLink = TransferLink()
     operators_per_iteration: int = 0
     learns_latency: bool = False
+    latency_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.operators_per_iteration < 0:
             raise ValueError(
                 f"engine {self.engine_id!r} has {self.operators_per_iteration} operators per iteration; at least 0"
             )
+        if self.latency_factor <= 0.0:
+            raise ValueError(f"engine {self.engine_id!r} has latency factor {self.latency_factor}; above 0 is needed")
         if self.kv_blocks_total < 1 or self.block_size_tokens < 1 or self.max_num_seqs < 1:
             raise ValueError(
                 f"engine {self.engine_id!r} has {self.kv_blocks_total} KV blocks of {self.block_size_tokens} tokens "

@@ -1,4 +1,4 @@
-"""Requests to simulate: lengths from a trace, arrivals from a Poisson process or from the trace.
+"""Requests to simulate: lengths from a trace, arrivals drawn, as those of a Poisson process, or from the trace.
 
 One seed fixes the lengths and the gaps at one request per second; a rate divides the gaps. So attainment is nearly
 monotone in the rate, and strategies are compared on the same requests.
@@ -6,6 +6,7 @@ monotone in the rate, and strategies are compared on the same requests.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 
@@ -14,8 +15,8 @@ from sluice_core.sim.sim_setup import Arrival
 from sluice_core.sim.traces import TraceRow
 
 
-class PoissonWorkload:
-    """Lengths of a trace at Poisson arrivals; mutable only in what it has drawn so far.
+class DrawnWorkload:
+    """Lengths of a trace at arrivals with drawn gaps; mutable only in what it has drawn so far.
 
     Lengths are drawn without replacement, independently of the arrivals; a run that needs more than the trace has
     starts over in a new order. Where rows have hashes their order is what says which prompts are still in a cache: it
@@ -26,9 +27,25 @@ class PoissonWorkload:
         slo: Objectives, for rows without their own.
         seed: Fixes lengths and unit-rate gaps.
         classes: Objectives and priorities of rows with a class; others are as if they had none.
+        burstiness: Shape of the gamma distribution of the gaps, as ``vllm bench serve`` has it: 1 is a Poisson process,
+            and the gaps' coefficient of variation is the inverse of its root, 2 at 0.25.
+
+    Raises:
+        ValueError: A burstiness that is not positive.
     """
 
-    def __init__(self, rows: Sequence[TraceRow], slo: Slo, seed: int, classes: Sequence[SloClass] = ()) -> None:
+    def __init__(
+        self,
+        rows: Sequence[TraceRow],
+        slo: Slo,
+        seed: int,
+        classes: Sequence[SloClass] = (),
+        *,
+        burstiness: float = 1.0,
+    ) -> None:
+        if not 0.0 < burstiness < math.inf:
+            raise ValueError(f"burstiness is {burstiness}; a number above 0 is needed")
+        self._burstiness = burstiness
         self._rows = rows
         self._slo = slo
         self._classes = {slo_class.name: slo_class for slo_class in classes}
@@ -64,10 +81,15 @@ class PoissonWorkload:
             arrivals.append(make_arrival(row, unit_time / rate_rps, self._slo, self._classes, shift))
         return arrivals
 
+    def _draw_gap(self) -> float:
+        if self._burstiness == 1.0:
+            return self._gaps_rng.expovariate(1.0)
+        return self._gaps_rng.gammavariate(self._burstiness, 1.0 / self._burstiness)
+
     def _draw_until(self, end: float) -> None:
         last = self._unit_times[-1] if self._unit_times else 0.0
         while last <= end:
-            last += self._gaps_rng.expovariate(1.0)
+            last += self._draw_gap()
             self._unit_times.append(last)
         while len(self._drawn) < len(self._unit_times):
             if self._first_row >= 0:
@@ -119,7 +141,7 @@ def scale_trace(
         slo: Objectives, for rows without their own.
         rate_rps: Mean rate; None: times as they are.
         duration_s: Length of the run.
-        classes: As for ``PoissonWorkload``.
+        classes: As for ``DrawnWorkload``.
 
     Raises:
         ValueError: A row without a time, or a trace without a duration.

@@ -17,7 +17,7 @@ from sluice_core.planning.parallelism.phase_runs import PhaseWorkload, run_decod
 from sluice_core.sim.goodput_search import NoGoodputError, count_allowed_misses, find_highest_rate
 from sluice_core.sim.pickling import register
 from sluice_core.sim.sim_setup import Arrival
-from sluice_core.sim.workload import PoissonWorkload
+from sluice_core.sim.workload import DrawnWorkload
 
 LEAST_REQUESTS = 30  # of a run; fewer say nothing, so such a rate counts as missed
 _USUAL_REQUESTS = 600  # of a run
@@ -65,7 +65,7 @@ class GoodputMeter:
 
     def __init__(self, workload: PhaseWorkload) -> None:
         self._workload = workload
-        self._by_seed: dict[int, PoissonWorkload] = {}
+        self._by_seed: dict[int, DrawnWorkload] = {}
 
     def measure(self, task: GoodputTask) -> float:
         """Find the mean goodput over the seeds, in requests per second; 0: no rate meets the objectives."""
@@ -77,7 +77,7 @@ class GoodputMeter:
 
     def _make_attempt(self, task: GoodputTask, seed: int) -> Callable[[float], bool]:
         workload = self._workload
-        requests = self._by_seed.setdefault(seed, PoissonWorkload(workload.rows, workload.slo, seed, workload.classes))
+        requests = self._by_seed.setdefault(seed, DrawnWorkload(workload.rows, workload.slo, seed, workload.classes))
 
         def attempt(rate_rps: float) -> bool:
             duration_s = task.duration_s or choose_duration_s(workload, rate_rps)
