@@ -60,7 +60,7 @@ SEARCH_S, SEARCH_SEED = 300.0, 7
 ORACLE_BIN_S = 60.0
 ORACLE_FACTORS = (0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2)
 QUEUES = (0.25, 1.0, 4.0)
-KV_USES = (0.3, 0.4, 0.5, 0.6, 0.7)
+KV_USES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 STATIC_SLICE_S = 7200.0
 # Of four engines, where the strategy uses them.
 NUM_PREFILL_HEAVY, PREFILL_HEAVY_TOKENS, DECODE_HEAVY_TOKENS = 2, 1024, 256
