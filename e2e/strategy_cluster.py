@@ -52,24 +52,33 @@ MOST_ROUNDS = 10
 
 
 async def ask_until_seen(
-    cluster: Cluster, asked: Sequence[tuple[Request, Answer]], num_streams: int, count: Callable[[], Awaitable[int]]
+    cluster: Cluster,
+    asked: Sequence[tuple[Request, Answer]],
+    num_streams: int,
+    count: Callable[[], Awaitable[int]],
+    ttft_ms: Callable[[Request], int] | None = None,
 ) -> int:
     """Ask all, again until ``count`` has grown by ``WANTED_EVENTS``; return by how much it has."""
     before = await count()
     for _ in range(MOST_ROUNDS):
-        await ask_all(cluster, asked, num_streams)
+        await ask_all(cluster, asked, num_streams, ttft_ms)
         if (seen := await count() - before) >= WANTED_EVENTS:
             break
     return seen
 
 
-async def ask_all(cluster: Cluster, asked: Sequence[tuple[Request, Answer]], num_streams: int) -> list[Result]:
-    """Ask, so many at a time, and check that every token is stock vLLM's."""
+async def ask_all(
+    cluster: Cluster,
+    asked: Sequence[tuple[Request, Answer]],
+    num_streams: int,
+    ttft_ms: Callable[[Request], int] | None = None,
+) -> list[Result]:
+    """Ask, so many at a time, and check that every token is stock vLLM's; ``ttft_ms`` gives TTFT objectives."""
     open_ = asyncio.Semaphore(num_streams)
 
     async def ask(client: Client, request: Request) -> Result:
         async with open_:
-            return await client.generate(request)
+            return await client.generate(request, ttft_slo_ms=0 if ttft_ms is None else ttft_ms(request))
 
     async with cluster.client() as client:
         results = await asyncio.gather(*(ask(client, request) for request, _ in asked))

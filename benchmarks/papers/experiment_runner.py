@@ -80,6 +80,7 @@ class ExperimentRunner:
             rate_rps=rate_rps,
             start_rps=testbed.start_rps,
             class_ttft_s=tuple(testbed.class_ttft_s.items()),
+            prompt_tokens=testbed.prompt_tokens,
             output_tokens=testbed.output_tokens,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import TYPE_CHECKING
 
 from benchmarks.papers.experiment_runner import compute_mean
@@ -30,7 +30,7 @@ def measure_cell(paper: str, cell: GoodputCell, runner: ExperimentRunner) -> Cha
         setting=runner.describe(cell),
         findings=tuple(_compare(cell, cell.systems, results, goodputs=cell.goodputs, ratios=cell.ratios)),
         notes=cell.notes,
-        plots=(_plot_attainment(f"{paper}-{cell.name}", cell, runner, results),),
+        plots=(_plot_attainment(f"{paper}-{cell.name}", cell, runner, results),) if cell.is_plotted else (),
     )
 
 
@@ -47,14 +47,22 @@ def measure_tuned_cell(paper: Paper, cell: GoodputCell, runner: ExperimentRunner
     results = runner.measure(f"{cell.name} tuned", cell, tuned)
     baselines = cell.systems[:-1]
     untuned = runner.measure(f"{cell.name} baselines of the paper", cell, baselines)
-    by_name = dict(zip((f"untuned {system.strategy} {system}" for system in baselines), untuned, strict=True))
+    by_name = {
+        f"untuned {system.strategy} {system}": _list_rates(cell, system, of_system)
+        for system, of_system in zip(baselines, untuned, strict=True)
+    }
     return Chapter(
         name=f"{cell.name}-tuned",
         title=f"{cell.title}, all tuned",
         setting=runner.describe(cell),
         findings=(
             *_compare(cell, tuned, results),
-            *_relate(tuned[-1].strategy, results[-1], by_name, expected=cell.tuned_ratios),
+            *_relate(
+                tuned[-1].strategy,
+                _list_rates(cell, tuned[-1], results[-1]),
+                by_name,
+                expected=cell.tuned_ratios,
+            ),
         ),
         notes=(_UNTUNED,) if cell.paper_ratios else cell.notes,
     )
@@ -71,19 +79,20 @@ def _compare(
     """Compares systems: their goodputs, the last one's over the others', and what becomes of long prompts."""
     findings = []
     for system, of_system, expected in zip_longest(systems, results, goodputs):
-        mean, spread = compute_mean([result.rate_rps for result in of_system])
+        mean, spread = compute_mean(_list_rates(cell, system, of_system))
         findings.append(
             Finding(
                 setting=f"{system.strategy} {system}",
-                quantity="goodput",
+                quantity="goodput per GPU" if cell.is_per_gpu else "goodput",
                 unit=Unit.REQUESTS_PER_S,
                 ours=mean,
                 spread=spread,
                 expected=expected,
             )
         )
-    baselines = {system.name: of_system for system, of_system in zip(systems[:-1], results[:-1], strict=True)}
-    findings += _relate(systems[-1].strategy, results[-1], baselines, stated=cell.paper_ratios, expected=ratios)
+    rates = [_list_rates(cell, system, of_system) for system, of_system in zip(systems, results, strict=True)]
+    baselines = {system.name: of_system for system, of_system in zip(systems[:-1], rates[:-1], strict=True)}
+    findings += _relate(systems[-1].strategy, rates[-1], baselines, stated=cell.paper_ratios, expected=ratios)
     for system, of_system in zip(systems, results, strict=True):
         longest = [result.summary.attainment_longest_tenth for result in of_system if result.summary is not None]
         if longest:
@@ -98,10 +107,15 @@ def _compare(
     return findings
 
 
+def _list_rates(cell: GoodputCell, system: System, results: Sequence[PaperResult]) -> list[float]:
+    """Lists the goodput of each seed."""
+    return [result.rate_rps / cell.count_gpus(system) for result in results]
+
+
 def _relate(
     strategy: str,
-    results: Sequence[PaperResult],
-    baselines: Mapping[str, Sequence[PaperResult]],
+    rates: Sequence[float],
+    baselines: Mapping[str, Sequence[float]],
     *,
     stated: Sequence[Band] = (),
     expected: Sequence[Band] = (),
@@ -109,8 +123,7 @@ def _relate(
     """Relates the goodput of the paper's system to that of each baseline, seed by seed."""
     findings = []
     for name, of_baseline, paper, band in zip_longest(baselines, baselines.values(), stated, expected):
-        pairs = zip(results, of_baseline, strict=True)
-        mean, spread = compute_mean([a.rate_rps / b.rate_rps if b.rate_rps else 0.0 for a, b in pairs])
+        mean, spread = compute_mean([a / b if b else 0.0 for a, b in zip(rates, of_baseline, strict=True)])
         findings.append(
             Finding(
                 setting=f"{strategy} / {name}",
@@ -129,17 +142,20 @@ def _plot_attainment(
     name: str, cell: GoodputCell, runner: ExperimentRunner, results: Sequence[Sequence[PaperResult]]
 ) -> Plot:
     """Attainment against rate with the paper's sliders."""
-    highest_rps = max(statistics.fmean(result.rate_rps for result in of_system) for of_system in results)
+    highest_rps = max(
+        statistics.fmean(_list_rates(cell, system, of_system))
+        for system, of_system in zip(cell.systems, results, strict=True)
+    )
     rates = [round(share * highest_rps, 2) for share in _PLOTTED_SHARES]
     curves: dict[str, list[float]] = {system.name: [] for system in cell.systems}
-    for rate_rps in rates:
-        at_rate = runner.measure(f"{cell.name} at {rate_rps:g}/s", cell, cell.systems, rate_rps)
-        for curve, of_system in zip(curves.values(), at_rate, strict=True):
-            curve.append(round(100 * statistics.fmean(result.run.attainment for result in of_system), 2))
+    for rate_rps, (system, curve) in product(rates, zip(cell.systems, curves.values(), strict=True)):
+        what = f"{cell.name}, {system.name} at {rate_rps:g}/s"
+        (of_system,) = runner.measure(what, cell, [system], rate_rps * cell.count_gpus(system))
+        curve.append(round(100 * statistics.fmean(result.run.attainment for result in of_system), 2))
     return Plot(
         name=name,
         title=cell.title,
-        x_label="requests per second",
+        x_label="requests per second of a GPU" if cell.is_per_gpu else "requests per second",
         y_label="attainment, %",
         kind=PlotKind.LINES,
         series=tuple(Series(name=strategy, x=tuple(rates), y=tuple(curve)) for strategy, curve in curves.items()),

@@ -15,7 +15,7 @@ from sluice_cli.simulation.simulation_settings import SimulationSettings, change
 from sluice_core.records import Slo
 
 FOLDER = Path(__file__).parent
-PAPERS = ("taichi", "flowprefill")  # names of the TOML files, in the order of the document
+PAPERS = ("taichi", "distserve", "flowprefill", "ecoserve")  # names of the TOML files, in the order of the document
 SettingValues = dict[str, str | int | float]
 
 
@@ -75,6 +75,7 @@ class PaperTestbed(PaperModel):
         start_rps: Where a goodput search starts.
         settings: Settings of the simulator on top of the paper's.
         class_ttft_s: TTFT objectives by class of the trace, in seconds; empty: those of the trace, or of ``slo``.
+        prompt_tokens: Every prompt has so many; None: as the trace says.
         output_tokens: Every request gets so many; None: as the trace says.
         description: What a chapter says of it; fields in braces.
     """
@@ -88,6 +89,7 @@ class PaperTestbed(PaperModel):
     start_rps: float
     settings: SettingValues = Field(default_factory=dict)
     class_ttft_s: dict[str, float] = Field(default_factory=dict)
+    prompt_tokens: int | None = None
     output_tokens: int | None = None
     description: str = (
         "{model} TP{tensor_parallel} on {gpu}, trace {trace}, TTFT {ttft_s:g} s, TPOT {tpot_ms:g} ms; "
@@ -123,6 +125,8 @@ class GoodputCell(PaperTestbed):
         ratios: Bands of these ratios; none for a baseline without a band.
         tuned_ratios: Bands of the tuned system over the untuned baselines.
         goodputs: Bands of the goodput of each system.
+        is_plotted: Attainment is drawn against the rate, beyond the goodput too.
+        is_per_gpu: Goodputs and their ratios are those of a GPU, where systems have different numbers of them.
         notes: What differs from the paper and why.
     """
 
@@ -133,7 +137,14 @@ class GoodputCell(PaperTestbed):
     ratios: tuple[Band, ...] = ()
     tuned_ratios: tuple[Band, ...] = ()
     goodputs: tuple[Band, ...] = ()
+    is_plotted: bool = True
+    is_per_gpu: bool = False
     notes: tuple[str, ...] = ()
+
+    def count_gpus(self, system: System) -> int:
+        """Counts the GPUs that a goodput is divided by; 1: it is the whole system's."""
+        num_engines = sum(group.count for group in parse_engines(system.engines))
+        return num_engines * self.tensor_parallel if self.is_per_gpu else 1
 
 
 class Stated(PaperModel):

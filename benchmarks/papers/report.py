@@ -21,7 +21,7 @@ INTRODUCTION = """
 
 makes this page and its plots anew from the traces in `benchmarks/traces`.
 `python -m benchmarks.papers.run taichi --only NAME` shows one experiment. Every run is a function of its seed: figures
-repeat exactly.
+repeat exactly. A run that was stopped goes on where it was. [DynaServe](dynaserve.md) has a page of its own.
 
 | column | meaning |
 | --- | --- |
@@ -33,8 +33,8 @@ repeat exactly.
 Bands that say *about* are 5 to 10 % around that, and 30 % in Figure 17. *Overloaded* means that P90 TTFT grows by 1.3
 or more with twice the run.
 
-Nothing but kernel measurements is fitted ([latency profiles](latency-profiles.md)). Semantics are the paper's:
-`no_grant=wait`, `ttft_end=decode_join`, `early_rejection=random`, `min_tokens_between_moves=0`,
+Nothing but kernel measurements is fitted ([latency profiles](latency-profiles.md)). Semantics are the papers'. TaiChi's
+are `no_grant=wait`, `ttft_end=decode_join`, `early_rejection=random`, `min_tokens_between_moves=0` and
 `prefill_batch_tokens=0` ([simulator](../reference/simulator.md#parameters)).
 """
 _COLUMNS = ("setting", "quantity", "unit", "paper", "ours", "ours / paper", "band", "in band")

@@ -27,6 +27,7 @@ from benchmarks.papers.report import (
     write_document,
     write_results,
 )
+from benchmarks.papers.trial_store import FOLDER, TrialStore, describe_state
 from benchmarks.papers.trials import PaperTrialPool
 from rich.console import Console
 
@@ -61,6 +62,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="short runs of one seed: shows that it works")
     parser.add_argument("--document", type=Path, help="write results, plots and this document; other chapters stay")
+    parser.add_argument("--anew", action="store_true", help="measure again what a run that was stopped has found")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     known = list_experiments(options.paper)
@@ -80,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     chapters = []
     try:
-        with PaperTrialPool(options.jobs, partial(print, file=sys.stderr)) as pool:
+        store = None if options.anew or options.quick else TrialStore(FOLDER, describe_state())
+        with PaperTrialPool(options.jobs, partial(print, file=sys.stderr, flush=True), store) as pool:
             runner = ExperimentRunner(pool=pool, traces=options.traces, effort=QUICK if options.quick else FULL)
             for name in options.only or experiments:
                 chapters.append(experiments[name](runner))

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from benchmarks.papers.trial_store import TrialStore
+
     from sluice_cli.simulation.cluster_spec import ClusterSpec
     from sluice_core.sim.sim_setup import Arrival
 
@@ -40,6 +42,7 @@ class PaperTrial:
         num_engines: Engines whose prefill capacity is added up; of capacity only.
         num_decodes: Decodes beside the prefill; of capacity only.
         class_ttft_s: See ``PaperTestbed``.
+        prompt_tokens: See there.
         output_tokens: See there.
     """
 
@@ -52,6 +55,7 @@ class PaperTrial:
     num_engines: int = 1
     num_decodes: int = 0
     class_ttft_s: tuple[tuple[str, float], ...] = ()
+    prompt_tokens: int | None = None
     output_tokens: int | None = None
 
 
@@ -83,12 +87,13 @@ class PaperResult:
 
 def _make_workload(trial: PaperTrial) -> DrawnWorkload:
     rows = load_rows(trial.trace)
-    if trial.class_ttft_s or trial.output_tokens:
+    if trial.class_ttft_s or trial.prompt_tokens or trial.output_tokens:
         ttft_s = dict(trial.class_ttft_s)
         rows = [
             replace(
                 row,
                 ttft_slo_s=ttft_s.get(row.slo_class, row.ttft_slo_s),
+                prompt_tokens=trial.prompt_tokens or row.prompt_tokens,
                 output_tokens=trial.output_tokens or row.output_tokens,
             )
             for row in rows
@@ -132,12 +137,14 @@ class PaperTrialPool:
     Args:
         num_processes: 1: in this process.
         report: Takes a line about the progress.
+        store: Has the results of earlier runs, and keeps those of this one; None: they are forgotten.
     """
 
-    def __init__(self, num_processes: int, report: Callable[[str], None]) -> None:
+    def __init__(self, num_processes: int, report: Callable[[str], None], store: TrialStore | None = None) -> None:
         self.num_trials = 0
         self._report = report
-        self._results: dict[object, object] = {}
+        self._store = store
+        self._results: dict[object, object] = {} if store is None else dict(store.load())
         self._pool = start_workers(num_processes)
 
     def __enter__(self) -> Self:
@@ -160,12 +167,16 @@ class PaperTrialPool:
         Returns:
             A result for each, in their order.
         """
-        known: dict[PaperTrial, _Result] = self._results.setdefault(do, {})  # type: ignore[assignment]
-        new = [trial for trial in dict.fromkeys(trials) if trial not in known]
+        known: dict[object, _Result] = self._results  # type: ignore[assignment]
+        keys = {trial: (do.__name__, trial, trial.trace.stat().st_size) for trial in trials}
+        new = [trial for trial, key in keys.items() if key not in known]
         if new:
             started_s = time.monotonic()
             results = map(do, new) if self._pool is None else self._pool.map(do, new)
-            known.update(zip(new, results, strict=True))
+            for trial, result in zip(new, results, strict=True):
+                known[keys[trial]] = result
+                if self._store is not None:
+                    self._store.add(keys[trial], result)
             self.num_trials += len(new)
             self._report(f"{what}: {len(new)} trials, {time.monotonic() - started_s:.0f} s")
-        return [known[trial] for trial in trials]
+        return [known[keys[trial]] for trial in trials]

@@ -15,6 +15,7 @@ from benchmarks.papers.paper_file import PAPERS, ExperimentTable, GoodputCell, S
 from benchmarks.papers.plots import write_plot
 from benchmarks.papers.report import list_cells, merge, read_results, write_document, write_results
 from benchmarks.papers.run import list_experiments, main
+from benchmarks.papers.trial_store import TrialStore, describe_state
 from benchmarks.papers.trials import PaperTrialPool
 
 ROOT = Path(__file__).parents[2]
@@ -188,6 +189,38 @@ def test_bands_and_systems_are_read_from_their_short_form() -> None:
     system = System.model_validate("taichi 2x1024,2x256 round_robin no_flow")
     assert system == System(strategy="taichi", engines="2x1024,2x256", placement="round_robin", flow=False)
     assert str(System.model_validate("taichi 2x1024,2x256")) == "2x1024,2x256"
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(traces: Path, tmp_path: Path) -> None:
+    """The last result was cut short, so it is none; another state of the code knows nothing."""
+    cell = GoodputCell.model_validate(
+        load_paper("taichi").find_testbed("chat-slo1").model_dump() | {"systems": (aggregate(512),)}
+    )
+
+    def measure(state: str, *rates: float) -> tuple[int, list[float]]:
+        with PaperTrialPool(1, lambda _: None, TrialStore(tmp_path, state)) as pool:
+            runner = make_runner(pool, traces, seeds=(1,), scale=0.02)
+            found = [runner.measure("one", cell, cell.systems, rate)[0][0].run.attainment for rate in rates]
+            return pool.num_trials, found
+
+    num_trials, first = measure("one", 4.0, 8.0)
+    assert num_trials == 2
+    assert measure("one", 4.0, 8.0) == (0, first)
+    path = tmp_path / "one.pickle"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert measure("one", 4.0, 8.0) == (1, first)
+    assert measure("two", 4.0) == (1, first[:1])
+    assert [each.name for each in tmp_path.iterdir()] == ["two.pickle"]
+
+
+def test_another_state_of_the_code_has_another_name(tmp_path: Path) -> None:
+    source = tmp_path / "core" / "sluice_core" / "one.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("a = 1")
+    before = describe_state(tmp_path)
+    assert describe_state(tmp_path) == before
+    source.write_text("a = 2")
+    assert describe_state(tmp_path) != before
 
 
 def test_the_document_is_made_from_the_results_beside_it() -> None:

@@ -68,6 +68,17 @@ def test_the_table_keeps_the_99th_percentile():
     assert table.get_factor(400, 20_000, 20) > 1.17
 
 
+def test_a_longer_iteration_raises_a_cell_by_99_times_what_a_shorter_one_lowers_it():
+    """Where one in a hundred is longer it rests."""
+    table, shape = ProfileTable(A100), make_shape(decode_context_tokens=20_000)
+    factors = []
+    for ratio in (1.0, 2.0, 0.5, 1.0, 1.059):
+        table.record(shape, ratio * A100.estimate_shape_s(shape))
+        factors.append(table.get_factor(400, 20_000, 20))
+    # By 0.05 in all; the last two differ by less than that, by 0.049 and 0.01049, and move it by as much less.
+    assert factors == pytest.approx([1.0, 1.0495, 1.049, 1.04851, 1.0588951])
+
+
 def make_policy(latency=A100, **changes):
     policy = DYNASERVE.make_engine(StrategyParameters(**changes))
     decodes = DecodeSet(block_size_tokens=16, max_num_seqs=64)

@@ -164,6 +164,22 @@ def test_what_is_committed_moves_the_next_cut():
     assert third.route[0] == first.route[0]
 
 
+def test_a_second_part_is_decoded_once_the_first_one_has_been():
+    """Until then its engine has all of it to do: what was predicted does not melt away."""
+    table = make_table(make_load(running_decodes=4, decode_context_tokens=4000), make_busy(8000))
+    placement = make_placement()
+    predictor, engine = placement._predictor, table[EngineId("e1")]
+    token_s = predictor.read_clock(NOW, table[EngineId("e0")]).pass_s
+    first, second = place(table, placement).route
+    assert (first.engine_id, second.engine_id) == ("e0", "e1")
+    num_tokens = first.end_token - 1000
+    assert num_tokens > 100
+    whole_s = predictor.read_clock(NOW, engine).decode_s
+    assert whole_s > 0.0
+    assert predictor.read_clock(NOW + 0.9 * num_tokens * token_s, engine).decode_s == whole_s
+    assert predictor.read_clock(NOW + 2.0 * num_tokens * token_s, engine).decode_s < whole_s
+
+
 @pytest.mark.parametrize("is_recovery", [False, True])
 def test_a_request_that_is_placed_again_is_no_longer_committed_where_it_was(is_recovery):
     table, placement = make_table(make_load(), make_load()), make_placement()

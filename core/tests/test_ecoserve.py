@@ -279,6 +279,13 @@ def test_each_constraint_sends_a_request_on(load, expected):
     assert place(make_placement(), make_table(load, EngineLoad()), ask(ttft_s=0.5)) == [expected]
 
 
+def test_a_wait_at_the_router_counts_where_the_phase_alone_would_leave_time():
+    """0.35 s at the router, 0.05 s of an iteration, and 0.12 s of its own: 0.52 s against 0.5 s."""
+    table = make_table(EngineLoad(iteration_remaining_s=0.05), EngineLoad())
+    assert place(make_placement(), table, ask(ttft_s=0.5, arrival_s=NOW - 0.35)) == ["e1"]
+    assert place(make_placement(), table, ask(ttft_s=0.5, arrival_s=NOW - 0.3)) == ["e0"]
+
+
 def test_decodes_take_no_part_of_an_iteration_of_prefills():
     """Beside 4000 decodes a chunk of 4096 tokens would have next to no room."""
     table = make_table(EngineLoad(running_decodes=4000, decode_context_tokens=10**6, saved_tpot_s=0.2))

@@ -3,10 +3,14 @@
 import random
 
 import pytest
+from test_simulation import make_engines
 
 from sluice_core.records import EngineId, Hold, IterationShape, PrefillRequest, Reject, RequestId, Role, Slo
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
+from sluice_core.sim.chrome_trace import Timeline
+from sluice_core.sim.sim_setup import Arrival, Cell
+from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
 from sluice_core.strategies.placements import PLACEMENTS
 from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
@@ -117,3 +121,19 @@ def test_cached_tokens_make_up_for_a_longer_queue():
     requests = make_requests(1, cached_tokens={EngineId("e1"): 90})
     assert place("shortest_queue", make_table(0, 90), requests) == ["e1"]
     assert place("shortest_queue", make_table(0, 90_000), requests) == ["e0"]
+
+
+def test_another_placement_leaves_of_ecoserve_engines_that_compute_prompts_first():
+    """The baseline of its paper: nothing waits at the router for saved TPOT, and prompts go round."""
+    slo = Slo(ttft_s=2.0, tpot_s=0.06)
+    arrivals = [Arrival(at_s=0.3 * number, prompt_tokens=900, output_tokens=4, slo=slo) for number in range(9)]
+    prefilled = {}
+    for placement in (None, "round_robin"):
+        strategy = get_strategy("ecoserve").vary(placement=placement)
+        cell = Cell(engines=make_engines(((3, 2048),), blocks=4000), strategy=strategy)
+        timeline = Timeline()
+        assert Simulation(cell, arrivals, timeline).run()
+        assert not any(one.prefill_tokens and one.num_decodes for one in timeline.iterations)
+        engines = [one.engine_id for one in timeline.iterations if one.prefill_tokens]
+        prefilled[placement] = [engines.count(engine.engine_id) for engine in cell.engines]
+    assert prefilled == {None: [9, 0, 0], "round_robin": [3, 3, 3]}

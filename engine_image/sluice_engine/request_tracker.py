@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sluice_core.records import RequestId
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_engine.core_encoding import decode_extras
+from sluice_engine.scheduling.ending_decodes import EndingDecodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,6 +96,7 @@ class RequestTracker:
         by_id: The requests; read it, and change it through the methods.
         queued_prefill_tokens: Sum of what they have not computed yet, pulls and decodes left out.
         queued_attention_work: The attention work of that.
+        ending: Finds the decodes that end.
         decode_context_tokens: Sum of the decodes' contexts in the newest iteration, without those that have left since.
     """
 
@@ -104,6 +106,7 @@ class RequestTracker:
         self.queued_prefill_tokens = 0
         self.queued_attention_work = 0.0
         self.decode_context_tokens = 0
+        self.ending = EndingDecodes()
         self.by_id: dict[str, TrackedRequest] = {}
         self._ids_of_kind: dict[RequestKind, dict[str, TrackedRequest]] = {kind: {} for kind in RequestKind}
 
@@ -130,7 +133,7 @@ class RequestTracker:
     def add(self, tracked: TrackedRequest) -> None:
         """Begins to track a request that no queue of vLLM holds yet, and places it."""
         self.by_id[tracked.request.request_id] = tracked
-        self._ids_of_kind[tracked.kind][tracked.request.request_id] = tracked
+        self._join_kind(tracked)
         self.recount(tracked)
         self._tell_selector(tracked, None)
         self.place(tracked)
@@ -149,7 +152,7 @@ class RequestTracker:
         """Moves a request to another class; ``place`` it when no heap holds it."""
         self._leave_kind(tracked)
         before, tracked.kind = tracked.kind, kind
-        self._ids_of_kind[kind][tracked.request.request_id] = tracked
+        self._join_kind(tracked)
         self._tell_selector(tracked, before)
         self.recount(tracked)
 
@@ -190,9 +193,15 @@ class RequestTracker:
         if tracked.kind is RequestKind.STARTED_PREFILL:
             selector.advance(request_id, tracked.request.num_computed_tokens)
 
+    def _join_kind(self, tracked: TrackedRequest) -> None:
+        self._ids_of_kind[tracked.kind][tracked.request.request_id] = tracked
+        if tracked.kind is RequestKind.DECODE:
+            self.ending.add(tracked.request)
+
     def _leave_kind(self, tracked: TrackedRequest) -> None:
         del self._ids_of_kind[tracked.kind][tracked.request.request_id]
         if tracked.kind is RequestKind.DECODE:
+            self.ending.remove(tracked.request.request_id)
             self.decode_context_tokens -= tracked.request.num_computed_tokens
 
     def recount(self, tracked: TrackedRequest) -> None:

@@ -19,7 +19,7 @@ from sluice_engine.request_tracker import RequestTracker, TrackedRequest, track_
 from sluice_engine.scheduling.iteration_timer import IterationTimer
 from sluice_engine.scheduling.kv_usage import KvUsage
 from sluice_engine.scheduling.load_report import measure_load
-from sluice_engine.scheduling.prefill_chunks import PrefillChunks, count_ending_decodes
+from sluice_engine.scheduling.prefill_chunks import PrefillChunks
 from sluice_engine.scheduling.scheduled_batch import describe_batch, settle_batch
 
 NOW_S = 100.0
@@ -358,7 +358,7 @@ def test_a_decode_whose_last_token_is_under_way_is_left_out(
     fields = {"num_prompt_tokens": 249, "num_output_placeholders": in_flight}
     add(tracker, "a", RequestKind.DECODE, 298, num_computed_tokens, **fields)
     add(tracker, "b", RequestKind.STARTED_PREFILL, 298, 1000, **fields)
-    assert count_ending_decodes(tracker) == num_ending
+    assert tracker.ending.count() == num_ending
 
 
 @pytest.mark.parametrize(

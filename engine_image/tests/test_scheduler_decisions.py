@@ -162,7 +162,7 @@ def test_who_gets_tokens_of_an_iteration(
         return 7
 
     scheduler = make_scheduler(
-        _prefill_chunks=SimpleNamespace(hides=lambda _: hidden, take=take),
+        _prefill_chunks=SimpleNamespace(hides=lambda _: hidden, withholds_decodes=hidden, take=take),
         _selection=SimpleNamespace(hides=lambda _: unselected),
         _has_seat=lambda: has_seat,
         waiting="the heap",

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from sluice_core.scheduling.batching.phase_switch import PhaseBatching
 from sluice_core.scheduling.decode_flow import FlowPolicy
 from sluice_core.scheduling.engine_policy import EnginePolicy
-from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
 from sluice_core.strategies.interface import Need, RouterPolicy, SliderUse, Strategy
+from sluice_core.strategies.placements import PLACEMENTS
 from sluice_core.strategies.role_policies import RoleRouter
 from sluice_core.strategy_parameters import EARLY_REJECTION, WATERMARK, Parameter, StrategyParameters
 
@@ -45,9 +45,8 @@ class EcoServeRules:
         self, strategy: Strategy, parameters: StrategyParameters, rng: random.Random, num_records: int
     ) -> RouterPolicy:
         """See ``PolicyMaker.make_router``."""
-        del strategy
         flow = FlowPolicy(parameters, rng, moves_first_decodes=False, degrades=False, flows_back=False)
-        return RoleRouter(RollingPlacement(parameters, rng, num_records), flow)
+        return RoleRouter(PLACEMENTS[strategy.placement](parameters, rng, num_records), flow)
 
     def make_engine(self, strategy: Strategy, parameters: StrategyParameters, *, counts_decodes: bool) -> EnginePolicy:
         """See ``PolicyMaker.make_engine``."""
@@ -62,5 +61,6 @@ ECOSERVE = Strategy(
     sliders=SliderUse(varies_ratio=False, varies_prefill_tokens=False, varies_decode_tokens=False),
     policies=EcoServeRules(),
     needs=frozenset({Need.PHASES}),
+    placement="rolling",  # with another one: engines that are prefill-first and nothing else, as its paper's baseline
     has_flow=False,
 )

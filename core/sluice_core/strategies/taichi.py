@@ -1,4 +1,8 @@
-"""TaiChi: engines with large and with small chunks, between which decodes flow (TaiChi, sections 3.1 to 3.4)."""
+"""TaiChi: engines with large and with small chunks, between which decodes flow.
+
+Source: Prefill-Decode Aggregation or Disaggregation? Unifying Both for Goodput-Optimized LLM Serving
+(arXiv:2508.01989), sections 3.1 to 3.4.
+"""
 
 from __future__ import annotations
 

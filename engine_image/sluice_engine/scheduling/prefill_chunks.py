@@ -27,6 +27,7 @@ class PrefillChunks:
 
     Attributes:
         batch: What the batch policy was asked about last.
+        withholds_decodes: Decodes get no token in this iteration: what ``hides`` says of each of them.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class PrefillChunks:
         self._block_size_tokens = block_size_tokens
         self._last_prefill_s = now_s
         self.batch: EngineBatch
+        self.withholds_decodes = False
         self._limits: BatchLimits
         self._remaining_tokens = 0
         self._is_saturated = False
@@ -77,7 +79,7 @@ class PrefillChunks:
             last_chunk_size_tokens=last_chunk_size_tokens,
             max_batch_tokens=self._max_batch_tokens,
             block_size_tokens=self._block_size_tokens,
-            num_decodes=count(RequestKind.DECODE) - count_ending_decodes(self._tracker),
+            num_decodes=count(RequestKind.DECODE) - self._tracker.ending.count(),
             decode_context_tokens=max(0, self._tracker.decode_context_tokens),
             num_joining=count(RequestKind.JOINING),
             num_recomputing=count(RequestKind.RECOMPUTE) + count(RequestKind.RECOVERY),
@@ -90,6 +92,7 @@ class PrefillChunks:
             is_stalled=self._is_stalled(),
         )
         self._limits = self._tracker.policy.limits(now_s, self.batch)
+        self.withholds_decodes = self._limits.withholds_decodes
         self._remaining_tokens = self._limits.prefill_budget_tokens
         self._is_saturated = False
         return self._limits
@@ -166,17 +169,3 @@ class PrefillChunks:
             return 0
         _, num_cached_tokens, _ = self._manager.get_computed_blocks(request)
         return int(request.num_tokens - num_cached_tokens)
-
-
-def count_ending_decodes(tracker: RequestTracker) -> int:
-    """Decodes that the next iteration leaves out: their last token comes with the one under way.
-
-    The condition is that of vLLM's ``schedule``.
-    """
-    num_ending = 0
-    for tracked in tracker.of_kind(RequestKind.DECODE):
-        request = tracked.request
-        in_flight = request.num_output_placeholders
-        if in_flight and request.num_computed_tokens + 2 - in_flight >= request.num_prompt_tokens + request.max_tokens:
-            num_ending += 1
-    return num_ending

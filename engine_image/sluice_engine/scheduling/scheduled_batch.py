@@ -59,16 +59,20 @@ def describe_batch(output: SchedulerOutput, tracker: RequestTracker, started_s: 
     """
     batch = ScheduledBatch(started_s=started_s)
     by_id = tracker.by_id
+    decode, joining = (
+        RequestKind.DECODE,
+        RequestKind.JOINING,
+    )  # a look-up of a member takes long
     num_decodes = context_tokens = 0
     for request_id, num_tokens in output.num_scheduled_tokens.items():
         tracked = by_id[request_id]
         kind = tracked.kind
         num_computed_tokens = tracked.request.num_computed_tokens
         # One that joins may compute a tail of several tokens.
-        if kind is RequestKind.DECODE or (kind is RequestKind.JOINING and num_tokens == 1):
+        if kind is decode or (kind is joining and num_tokens == 1):
             num_decodes += 1
             context_tokens += num_computed_tokens
-            if kind is RequestKind.JOINING:
+            if kind is joining:
                 batch.computing.append(tracked)
             continue
         batch.computing.append(tracked)

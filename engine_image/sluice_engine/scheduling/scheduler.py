@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from sluice_engine.scheduling.scheduled_batch import ScheduledBatch
 
 logger = logging.getLogger(__name__)
+_DECODE = RequestKind.DECODE  # looked up for every decode of every iteration
 
 # The mixin stands before one of vLLM's schedulers and uses its attributes, which a type checker must not look for here.
 _Stock: Any = object
@@ -129,9 +130,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             case core_messages.PullPartCommand():
                 self._pull_part(command)
             case core_messages.HandOffCommand():
-                return self._hand_offs.request(
-                    command.request_id, self.requests.get(command.request_id), command.num_output_tokens
-                )
+                return self._request_hand_off(command)
             case core_messages.ReleaseCommand():
                 self._release(command.request_id)
             case core_messages.ReadLoadCommand():
@@ -183,6 +182,12 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
     def find_wait_s(self) -> float:
         """Finds for how long the next iteration is to be made up later, because a request is about to arrive."""
         return self._timer.find_wait_s() if self._arrivals.has_any(time.monotonic()) else 0.0
+
+    def _request_hand_off(self, command: core_messages.HandOffCommand) -> core_messages.HandOffAnswer:
+        request = self.requests.get(command.request_id)
+        answer = self._hand_offs.request(command.request_id, request, command.num_output_tokens)
+        self._tracker.ending.reconsider(command.request_id)
+        return answer
 
     def _release(self, request_id: str) -> None:
         if self._hand_offs.is_pinned(request_id):
@@ -305,12 +310,14 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Hands out the prefill budget: vLLM calls this for every request before it gives it tokens."""
         tracked = self._tracker.by_id[request.request_id]
+        if tracked.kind is _DECODE:
+            # Decodes are never cut; speculative decoding, the method's purpose, is refused. vLLM leaves out of the
+            # iteration whoever gets 0, and serves those behind it.
+            return 0 if self._prefill_chunks.withholds_decodes else num_new_tokens
         if tracked.kind is RequestKind.JOINING and tracked.num_brought_tokens:
             self._pulls.finish(tracked, has_failed=False)  # what it would pull is in the prefix cache
         kind = tracked.kind
-        if kind is RequestKind.DECODE or kind is RequestKind.JOINING:
-            # Decodes are never cut; speculative decoding, the method's purpose, is refused. vLLM leaves out of the
-            # iteration whoever gets 0, and serves those behind it.
+        if kind is RequestKind.JOINING:
             return 0 if self._prefill_chunks.hides(kind) else num_new_tokens
         if self._selection.hides(tracked) or (kind is RequestKind.NEW_PROMPT and not self._has_seat()):
             return 0
@@ -344,6 +351,7 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
         for tracked in batch.new_decodes:
             if not tracked.request.num_output_tokens:
                 self._hand_offs.begin(tracked.request)
+                self._tracker.ending.reconsider(tracked.request.request_id)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
