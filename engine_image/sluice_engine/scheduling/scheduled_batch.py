@@ -59,10 +59,8 @@ def describe_batch(output: SchedulerOutput, tracker: RequestTracker, started_s: 
     """
     batch = ScheduledBatch(started_s=started_s)
     by_id = tracker.by_id
-    decode, joining = (
-        RequestKind.DECODE,
-        RequestKind.JOINING,
-    )  # a look-up of a member takes long
+    # A look-up of a member takes long.
+    decode, joining = RequestKind.DECODE, RequestKind.JOINING
     num_decodes = context_tokens = 0
     for request_id, num_tokens in output.num_scheduled_tokens.items():
         tracked = by_id[request_id]
