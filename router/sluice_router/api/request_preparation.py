@@ -129,7 +129,7 @@ class RequestPreparer:
 
     def _render(self, body: ChatBody) -> str:
         if self._text.chat_template is None:
-            raise FieldError("messages", "the model has no chat template; use /v1/completions")
+            raise FieldError("messages", "messages: the model has no chat template; send the prompt as text")
         variables = dict(body.chat_template_kwargs or {})
         if body.documents is not None:
             variables["documents"] = body.documents
@@ -166,6 +166,6 @@ def _open_call(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}

@@ -56,7 +56,12 @@ def check_constraint(constraint: Constraint) -> sampling_pb2.StructuredOutput:
 
 def _from_response_format(body: SamplingFields) -> list[Constraint]:
     wanted = body.response_format
-    if wanted is None or wanted.type == "text":
+    if wanted is None:
+        return []
+    if wanted.type != "json_schema" and wanted.json_schema is not None and wanted.json_schema.json_schema is not None:
+        field = "response_format.json_schema"
+        raise FieldError(field, f"{field}: only with type json_schema, not {wanted.type}")
+    if wanted.type == "text":
         return []
     if wanted.type == "json_object":
         return [("response_format", "json_object", True)]

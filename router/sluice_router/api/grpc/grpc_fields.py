@@ -9,6 +9,7 @@ from typing import Any
 
 from sluice.v1 import router_pb2
 from sluice.wire_fields import constraint_names, read_constraint, read_sampling
+from sluice_router.api.length_limits import check_num_messages
 from sluice_router.api.openai_requests import FieldError, quote
 from sluice_router.errors import RouterError
 from sluice_router.scheduling.requests import Finish, Usage
@@ -73,8 +74,9 @@ def read_chat(chat: router_pb2.ChatMessages) -> dict[str, Any]:
     """Reads a conversation into the fields of a chat's body.
 
     Raises:
-        FieldError: A field that holds JSON text holds something else.
+        FieldError: There are too many messages, or a field that holds JSON text holds something else.
     """
+    check_num_messages(len(chat.values))
     arguments = chat.template_arguments
     return {
         "messages": [_read_message(index, message) for index, message in enumerate(chat.values)],
