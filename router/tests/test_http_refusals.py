@@ -300,3 +300,12 @@ def test_a_schema_that_any_step_finds_nested_too_deeply_is_refused(depth: int) -
     schema = '{"not": ' * depth + "{}" + "}" * depth
     with pytest.raises(FieldError, match="nested too deeply"):
         check_constraint(("guided_json", "json", schema))
+
+
+def test_a_schema_that_compiles_and_is_too_complex_behind_its_first_brace_is_refused() -> None:
+    parts = [{"type": "object", "properties": {f"{i}-{k}": {} for k in range(40)}} for i in range(60)]
+    with pytest.raises(FieldError, match=r"guided_json: cannot be compiled: .*max is") as caught:
+        check_constraint(("guided_json", "json", {"anyOf": parts}))
+    assert caught.value.field == "guided_json"
+    # A few of them are not.
+    assert check_constraint(("guided_json", "json", {"anyOf": parts[:4]})).json_schema
