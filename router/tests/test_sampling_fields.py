@@ -116,6 +116,13 @@ async def test_special_tokens_are_added_to_completions_and_templates_write_them(
     assert (request.prompt_token_ids[0] == 0) is has_bos
 
 
+@pytest.mark.parametrize(("asked", "has_bos"), [(None, True), (True, True), (False, False)])
+async def test_a_grpc_call_says_whether_special_tokens_are_added(text_with_bos, asked, has_bos):
+    fields = grpc_fields.read_fields(router_pb2.GenerateRequest(add_special_tokens=asked))
+    request = await prepare_request(check(CompletionBody, {**fields, "prompt": "x"}), text_with_bos)
+    assert (request.prompt_token_ids[0] == 0) is has_bos
+
+
 @pytest.mark.parametrize(("prompt", "number"), [("x", 1), ([5, 6], 0), (["x", "y"], 2)])
 async def test_the_time_of_each_text_that_is_tokenized_is_measured(text, prompt, number):
     metrics = EdgeMetrics(SlowReaders(SlowReaderLimits()))

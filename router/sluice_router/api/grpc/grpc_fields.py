@@ -83,6 +83,7 @@ def read_chat(chat: router_pb2.ChatMessages) -> dict[str, Any]:
         "tools": _read_objects("tools", chat.tools) or None,
         "documents": _read_objects("documents", chat.documents) or None,
         "chat_template_kwargs": _read_object("chat_template_kwargs", arguments) if arguments else None,
+        "add_generation_prompt": chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None,
     }
 
 
@@ -101,6 +102,8 @@ def read_fields(request: router_pb2.GenerateRequest) -> dict[str, Any]:
         "include_stop_str_in_output": request.include_stop_str_in_output,
         "skip_special_tokens": request.skip_special_tokens if request.HasField("skip_special_tokens") else None,
         "structured_outputs": None if constraint is None else dict([constraint]),
+        "cache_salt": request.cache_salt or None,
+        "add_special_tokens": request.add_special_tokens if request.HasField("add_special_tokens") else None,
         "return_token_ids": True,
     }
     if num_logprobs is not None:
@@ -163,4 +166,5 @@ def _format_usage(usage: Usage) -> router_pb2.Usage:
         tpot_ms=None if usage.tpot_s is None else usage.tpot_s * 1e3,
         num_hand_offs=usage.num_hand_offs,
         is_slo_met=usage.is_slo_met,
+        num_recoveries=usage.num_recoveries,
     )
