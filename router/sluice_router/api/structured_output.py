@@ -10,7 +10,8 @@ import jsonschema
 from sluice.v1 import sampling_pb2
 from sluice.wire_fields import constraint_names
 from sluice_router.api.openai_requests import MAX_STRUCTURE_CHARACTERS, FieldError, SamplingFields, quote
-from sluice_router.text.grammar_check import GrammarError, check_expansion, check_grammar
+from sluice_router.text.grammar_check import GrammarError, check_expansion
+from sluice_router.text.grammar_process import check_grammar_apart
 
 # Of the library's reason for a refusal.
 MAX_REASON_CHARACTERS = 200
@@ -46,7 +47,7 @@ def check_constraint(constraint: Constraint) -> sampling_pb2.StructuredOutput:
     elif kind == "choice" and not all(value):
         raise FieldError(field, f"{field}: a choice is empty")
     try:
-        check_grammar(kind, value)
+        check_grammar_apart(kind, value)
     except GrammarError as error:
         raise FieldError(field, f"{field}: cannot be compiled: {_shorten(error)}, in {quote(value)}") from error
     if kind == "choice":
