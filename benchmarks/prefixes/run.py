@@ -1,10 +1,12 @@
-"""What it is worth that a router knows the prefix caches of its engines, on Mooncake's conversations in the simulator.
+"""What it is worth that a router knows the prefix caches of its engines, on Mooncake's traces in the simulator.
 
-    .venv/bin/python benchmarks/prefixes/run.py [--json OUT] [--rate R] [--goodput] [--kv-scale S] ...
+    .venv/bin/python benchmarks/prefixes/run.py [--json OUT] [--trace T] [--rate R] [--goodput] [--kv-scale S] ...
 
 Four engines of llama-3-8b on H200. Each row places otherwise: by Algorithm 2 without knowledge (``unaware``), each
-conversation on one engine by a hash of its beginning (``affinity``), and by Algorithm 2 with knowledge that is
-``--report-s`` old (``aware``). ``load`` is the busiest engine's tokens over the mean, computed and generated.
+conversation on one engine by a hash of its beginning (``affinity``), by Algorithm 2 with knowledge that is
+``--report-s`` old (``aware``), and with the same knowledge by the scorings that llm-d and SGLang publish (``llm-d``,
+``sglang``). Those know of no objective and hold nothing back. ``load`` is the busiest engine's tokens over the mean,
+computed and generated.
 """
 
 from __future__ import annotations
@@ -32,17 +34,23 @@ from sluice_core.strategies.placements import PLACEMENTS
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from sluice_core.records import Decision, PrefillRequest
+    from sluice_core.scheduling.engine_state import EngineState
     from sluice_core.scheduling.engine_table import EngineTable
     from sluice_core.sim.sim_setup import Arrival
     from sluice_core.strategy_parameters import StrategyParameters
 
-TRACE = Path(__file__).parents[1] / "traces" / "mooncake_conversation_hash.jsonl.gz"
+TRACES = Path(__file__).parents[1] / "traces"
 CHUNKS = {"aggregated": (1024, 1024), "taichi": (2048, 512)}
-PLACEMENT_KINDS = ("unaware", "affinity", "aware")
 SESSION_HASHES = 2  # of a prompt's beginning: the first one is often a system prompt that conversations share
+# llm-d's weights for inference scheduling: of prefix-cache-scorer, queue-scorer and kv-cache-utilization-scorer.
+PREFIX_WEIGHT, QUEUE_WEIGHT, KV_WEIGHT = 3.0, 2.0, 2.0
+# SGLang's defaults of its policy cache_aware: a match that counts, and from which loads on it balances instead.
+CACHE_THRESHOLD = 0.3
+BALANCE_ABS_THRESHOLD = 64
+BALANCE_REL_THRESHOLD = 1.5
 
 
 class SessionAffinity(PlacementPolicy):
@@ -80,6 +88,93 @@ class SessionAffinity(PlacementPolicy):
             reason="affinity",
             is_feasible=True,
         )
+
+
+class ScoredPlacement(PlacementPolicy):
+    """Takes the engine with the highest score.
+
+    Args:
+        parameters: Not used.
+        rng: Breaks ties.
+        num_records: Not used.
+    """
+
+    def __init__(self, parameters: StrategyParameters, rng: random.Random, num_records: int = 0) -> None:
+        del parameters, num_records
+        self._rng = rng
+
+    def assign(self, now: float, waiting: Iterable[PrefillRequest], engines: EngineTable) -> list[Decision]:
+        """See ``PlacementPolicy.assign``."""
+        return [self._place(now, request, engines) for request in waiting]
+
+    def score(self, request: PrefillRequest, engines: Collection[EngineState]) -> list[float]:
+        """Scores each engine; the highest is taken."""
+        raise NotImplementedError
+
+    def _place(self, now: float, request: PrefillRequest, engines: EngineTable) -> Decision:
+        takers = [state for state in engines.list_loads() if state.reported_at_s is not None]
+        if not takers:
+            return Hold(request_id=request.request_id, reason="no_engine")
+        scores = self.score(request, takers)
+        chosen = self._rng.choice([state for state, score in zip(takers, scores, strict=True) if score == max(scores)])
+        tokens = request.prompt_tokens
+        engines.record_placement(
+            chosen.engine_id,
+            request.request_id,
+            now,
+            tokens=max(1, tokens - request.cached_tokens.get(chosen.engine_id, 0)),
+            kv_tokens=tokens,
+            execute_s=0.0,
+            is_recovery=False,
+        )
+        return Place(
+            request_id=request.request_id,
+            engine_id=chosen.engine_id,
+            predicted_ttft_s=math.inf,
+            reason="score",
+            is_feasible=True,
+        )
+
+
+class LlmdPlacement(ScoredPlacement):
+    """llm-d's: the weighted sum of what is cached, how short the queue is beside others, and how much KV is free."""
+
+    def score(self, request: PrefillRequest, engines: Collection[EngineState]) -> list[float]:
+        """See ``ScoredPlacement.score``."""
+        queues = [state.load.queued_requests + len(state.in_flight) for state in engines]
+        shortest, longest = min(queues), max(queues)
+        scores = []
+        for state, queue in zip(engines, queues, strict=True):
+            cached = request.cached_tokens.get(state.engine_id, 0) / request.prompt_tokens
+            is_short = 1.0 if longest == shortest else (longest - queue) / (longest - shortest)
+            is_free = 1 - state.load.kv_blocks_used / max(1, state.load.kv_blocks_total)
+            scores.append(PREFIX_WEIGHT * cached + QUEUE_WEIGHT * is_short + KV_WEIGHT * is_free)
+        return scores
+
+
+class SglangPlacement(ScoredPlacement):
+    """SGLang's: the longest match while loads are alike, the fewest requests otherwise.
+
+    Without a match that counts it takes the engine with the smallest tree; here that is the one with the least KV used.
+    """
+
+    def score(self, request: PrefillRequest, engines: Collection[EngineState]) -> list[float]:
+        """See ``ScoredPlacement.score``."""
+        loads = [state.load.running_decodes + state.load.queued_requests + len(state.in_flight) for state in engines]
+        if max(loads) - min(loads) > BALANCE_ABS_THRESHOLD and max(loads) > BALANCE_REL_THRESHOLD * min(loads):
+            return [-load for load in loads]
+        cached = [float(request.cached_tokens.get(state.engine_id, 0)) for state in engines]
+        if max(cached) > CACHE_THRESHOLD * request.prompt_tokens:
+            return cached
+        return [-float(state.load.kv_blocks_used) for state in engines]
+
+
+SCORINGS: dict[str, Callable[[StrategyParameters, random.Random, int], PlacementPolicy]] = {
+    "llm-d": LlmdPlacement,
+    "sglang": SglangPlacement,
+}
+# Placements by the names of rows; those of the product are ``unaware`` and ``aware``.
+PLACEMENT_KINDS = ("unaware", "affinity", "aware", *SCORINGS)
 
 
 class SessionWorkload(DrawnWorkload):
@@ -123,10 +218,10 @@ def make_cell(row: Row, arguments: argparse.Namespace, seed: int) -> Cell:
             )
             for number in range(4)
         ],
-        strategy=strategy.vary(placement="affinity") if row.kind == "affinity" else strategy,
+        strategy=strategy if row.kind in ("unaware", "aware") else strategy.vary(placement=row.kind),
         options=SimOptions(
             hash_block_tokens=HASH_BLOCK_TOKENS,
-            prefix_report_s=arguments.report_s if row.kind == "aware" else None,
+            prefix_report_s=None if row.kind in ("unaware", "affinity") else arguments.report_s,
         ),
         seed=seed,
     )
@@ -153,6 +248,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--trace", choices=("conversation", "synthetic"), default="conversation")
     parser.add_argument("--rate", type=float, default=5.0, help="requests per second; where --goodput begins")
     parser.add_argument("--duration-s", type=float, default=600.0, help="simulated seconds of a run")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each row")
@@ -162,8 +258,8 @@ def main() -> None:
     parser.add_argument("--tpot-s", type=float, default=0.1, help="TPOT objective")
     parser.add_argument("--goodput", action="store_true", help="search the highest rate at 90 %% attainment")
     arguments = parser.parse_args()
-    PLACEMENTS["affinity"] = SessionAffinity
-    with gzip.open(TRACE, "rt") as file:
+    PLACEMENTS.update({"affinity": SessionAffinity, **SCORINGS})
+    with gzip.open(TRACES / f"mooncake_{arguments.trace}_hash.jsonl.gz", "rt") as file:
         rows = parse_trace(file, reads_hashes=True)
     results = []
     for row in [Row(strategy, kind) for strategy in CHUNKS for kind in PLACEMENT_KINDS]:

@@ -117,8 +117,8 @@ def test_guards_of_the_router_are_measured_with_clients_that_have_both(tmp_path:
 def test_prefixes_are_compared_on_the_same_requests(tmp_path: Path) -> None:
     rows = run(tmp_path, "benchmarks/prefixes/run.py", "--duration-s", "20", "--seeds", "1")["rows"]
     places = [(row["strategy"], row["placement"]) for row in rows]
-    assert len(set(places)) == len(places) == 6
-    assert {placement for _, placement in places} == {"unaware", "affinity", "aware"}
+    assert len(set(places)) == len(places) == 10
+    assert {placement for _, placement in places} == {"unaware", "affinity", "aware", "llm-d", "sglang"}
     for row in rows:
         assert 0.0 < row["hit_rate"] < 1.0
         assert 0.0 < row["ttft_p50_s"] <= row["ttft_p90_s"]

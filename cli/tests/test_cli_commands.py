@@ -328,6 +328,37 @@ def test_a_decision_log_shows_candidates_and_every_event() -> None:
     assert "no_engine: no engine takes prompts" in shown
     assert "draining:" not in shown
     assert "moved: source engine-0, target engine-2, cause backflow" in shown
+    assert "the best of the others" not in shown
+
+
+@pytest.mark.parametrize(
+    ("others_ms", "line"),
+    [
+        ({"b": 31.5, "c": 40.0}, "chosen: 24.0 ms; the best of the others, b: 31.5 ms, 7.5 ms more"),
+        ({"b": 31.5, "c": 20.0}, "chosen: 24.0 ms; the best of the others, c: 20.0 ms, 4.0 ms less"),
+    ],
+)
+def test_a_choice_is_shown_beside_what_the_others_would_have_cost(others_ms: dict[str, float], line: str) -> None:
+    candidates = [
+        {
+            "engine_id": engine,
+            "role": "",
+            "queued_prefill_tokens": 0,
+            "queue_s": total_ms / 1000 - 0.01,
+            "execute_s": 0.01,
+            "transfer_s": 0.0,
+            "reason": "feasible",
+        }
+        for engine, total_ms in {"a": 24.0, **others_ms}.items()
+    ]
+    decision = {"kind": "Place", "engine_id": "a", "reason": "feasible", "predicted_ttft_s": 0.024}
+    event = {"at_s": 0.1, "event": "placement", "decision": decision, "candidates": candidates}
+    console = Console(file=io.StringIO(), width=150)
+    console.print(render_decision_log({"request_id": "r", "events": [event]}))
+    shown = console.file.getvalue()
+    assert line in shown
+    # An engine that costs more is chosen by a rule, which stands beside it.
+    assert "the one with the fewest queued tokens" in shown
 
 
 def find_reasons() -> set[str]:

@@ -294,7 +294,17 @@ class SchedulerLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     under_way: IterationReport | None = None
 
 
-Answer = ConfigureAnswer | GrantAnswer | HandOffAnswer | OfferAnswer | EmptyAnswer | SchedulerLoad
+class CompilingAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="compiling"):
+    """The load while no iteration is due: a request waits for its grammar, and nothing runs.
+
+    Args:
+        load: The load.
+    """
+
+    load: SchedulerLoad
+
+
+Answer = ConfigureAnswer | GrantAnswer | HandOffAnswer | OfferAnswer | EmptyAnswer | SchedulerLoad | CompilingAnswer
 
 # --- extras of a request -----------------------------------------------------------------------------------------
 

@@ -217,6 +217,23 @@ async def test_an_idle_engine_reads_its_load_because_blocks_come_back_without_it
     assert router.receive()[-1].load.kv_blocks_total == 99
 
 
+@pytest.mark.parametrize("is_compiling", [True, False])
+async def test_an_engine_that_waits_for_a_grammar_has_no_iteration_that_is_late(engine, is_compiling):
+    load = core_messages.SchedulerLoad(queued_prefill_tokens=3)
+    answer = core_messages.CompilingAnswer(load=load) if is_compiling else load
+    engine.core.answers[core_messages.ReadLoadCommand] = answer
+    router = engine.attached()
+    ages_s = []
+    for _ in range(60):
+        engine.clock.now_s += 0.1
+        engine.server.tick(engine.clock.now_s)
+        await settle()
+        ages_s += [message.load.iteration_age_s for message in router.receive()]
+    assert engine.server.load == load
+    # A router takes an engine for one that hangs from two seconds on.
+    assert (max(ages_s) < 1.5) is is_compiling, ages_s
+
+
 async def test_a_load_that_could_not_be_read_is_read_again(engine):
     engine.core.is_broken = True
     for _ in range(12):

@@ -208,6 +208,26 @@ def test_what_a_preempted_request_has_computed_is_counted_when_vllm_has_reset_it
     assert scheduler.tracker.queued_prefill_tokens == 300
 
 
+@pytest.mark.parametrize(
+    ("status", "num_running", "is_compiling"),
+    [
+        ("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", 0, True),
+        ("WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", 1, False),
+        ("WAITING", 0, False),
+    ],
+)
+def test_no_iteration_is_due_while_only_grammars_are_compiled(
+    *, status: str, num_running: int, is_compiling: bool
+) -> None:
+    load = core_messages.SchedulerLoad(queued_requests=1)
+    scheduler = make_scheduler(running=[object()] * num_running, _measure_load=lambda: load)
+    assert scheduler._carry_out(core_messages.ReadLoadCommand()) == load
+    value = getattr(import_vllm().scheduler.RequestStatus, status)
+    add(scheduler.tracker, "a", RequestKind.NEW_PROMPT, 50, status=value)
+    expected = core_messages.CompilingAnswer(load=load) if is_compiling else load
+    assert scheduler._carry_out(core_messages.ReadLoadCommand()) == expected
+
+
 @pytest.mark.parametrize("is_ready", [True, False])
 @pytest.mark.parametrize("status", ["WAITING_FOR_REMOTE_KVS", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "WAITING"])
 @pytest.mark.parametrize("num_computed", [0, 5])

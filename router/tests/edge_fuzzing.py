@@ -68,6 +68,8 @@ NUMBERS = [
     *(0, 1, -1, 2, 7, 511, 512, 2**31, 2**32, 2**63, -(2**63), 2**64, 10**40),
     *(0.0, -0.0, 0.5, 1e-320, 1e308, -1e308, float("nan"), float("inf"), float("-inf")),
 ]
+# What other fields hold as text is read again.
+INNER_TEXTS = ["{}", '{"city": "a"}', "[" * 15_000, '{"a":' * 3000, "null", "{"]
 FIELDS = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, "echo", "best_of", "suffix", "unknown"})
 INNER_FIELDS = [
     *("role", "content", "type", "text", "name", "function", "arguments", "tool_calls", "json_schema"),
@@ -95,6 +97,16 @@ def draw_body(rng: random.Random) -> bytes:
         return json.dumps(draw_json(rng)).encode()
     body: dict[str, Any] = {"model": "tiny", "stream": rng.random() < 0.5, "max_tokens": 4}
     body |= {"prompt": "hello"} if rng.random() < 0.5 else {"messages": [{"role": "user", "content": "hi"}]}
+    if rng.random() < 0.05:
+        call = {
+            "id": "1",
+            "type": "function",
+            "function": {"name": "f", "arguments": rng.choice(rng.choice([INNER_TEXTS, TEXTS]))},
+        }
+        body["messages"] = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    if rng.random() < 0.05:
+        kind = rng.choice(["json", "regex", "grammar", "choice", "json_object"])
+        body["structured_outputs"] = {kind: rng.choice([rng.choice(INNER_TEXTS), rng.choice(TEXTS), draw_json(rng)])}
     for _ in range(rng.choice([0, 0, 1, 1, 2])):
         body[rng.choice(FIELDS)] = draw_json(rng)
     return json.dumps(body, ensure_ascii=rng.random() < 0.5).encode()

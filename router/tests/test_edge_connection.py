@@ -144,7 +144,11 @@ class Table:
         self.arrivals_s: list[float] = []
         self.serving = asyncio.Event()
         settings = ConnectionSettings(
-            header_timeout_s=3.0, write_buffer_bytes=1000, max_paused_s=1.5, clock=lambda: self.now_s
+            header_timeout_s=3.0,
+            write_buffer_bytes=1000,
+            max_paused_s=1.5,
+            clock=lambda: self.now_s,
+            name_request=lambda _: "req-7",
         )
         loop = asyncio.get_running_loop()
         self.server = EdgeServer(self.handle, settings, loop, access_log=None, keepalive_timeout=60)
@@ -400,6 +404,7 @@ async def test_a_server_that_closes_cuts_idle_connections_and_lets_answers_end(t
 @pytest.mark.parametrize("message", [None, "a line\nand another"])
 async def test_what_cannot_be_parsed_is_answered(table: Table, message: str | None) -> None:
     answer = table.connection.handle_error(None, 400, None, message)  # type: ignore[arg-type]
+    assert answer.headers["x-request-id"] == "req-7"
     assert isinstance(answer, web.Response)
     assert (answer.status, answer.keep_alive) == (400, False)
     shown = {None: "bad request", "a line\nand another": "a line"}[message]

@@ -63,6 +63,7 @@ async def test_generate_streams_text_and_tokens_once(router, plane, text, metric
         tpot_ms=5,
         num_hand_offs=1,
         is_slo_met=True,
+        num_recoveries=2,
     )
     assert all(delta.finish_reason == 0 for delta in deltas[:-1])
     assert {delta.request_id for delta in deltas} == {"mine"}
@@ -80,6 +81,31 @@ async def test_chat_uses_the_template(router, plane, text):
     [_ async for _ in router.Generate(router_pb2.GenerateRequest(messages=messages))]
     prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert list(plane.admitted[0].prompt_token_ids) == text.encode_now(prompt, add_special_tokens=False)
+
+
+async def test_salt_and_the_assistants_turn_are_as_asked_and_usage_counts_recoveries(router, plane, text):
+    messages = router_pb2.ChatMessages(values=[USER], add_generation_prompt=False)
+    request = router_pb2.GenerateRequest(messages=messages, cache_salt="mine")
+    deltas = [delta async for delta in router.Generate(request)]
+    prompt = "<|im_start|>user\nhi<|im_end|>\n"
+    assert list(plane.admitted[0].prompt_token_ids) == text.encode_now(prompt, add_special_tokens=False)
+    assert plane.admitted[0].cache_salt == "mine"
+    assert deltas[-1].usage.num_recoveries == 2
+
+
+async def test_a_model_without_a_template_is_told_of_in_this_apis_names(plane, tmp_path):
+    write_model(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
+    model = ModelText.load(tmp_path)
+    api = GrpcApi(plane, model, EdgeMetrics(SlowReaders(SlowReaderLimits())))
+    port = await api.start("127.0.0.1", 0)
+    request = router_pb2.GenerateRequest(messages=router_pb2.ChatMessages(values=[USER]))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"messages\.values: the model has no chat template") as caught:
+            [_ async for _ in router_pb2_grpc.RouterStub(channel).Generate(request)]
+    assert "/v1/" not in caught.value.details()
+    await api.close(0)
 
 
 async def test_sampling_and_objectives_reach_the_data_plane(router, plane):
@@ -259,6 +285,9 @@ async def test_objectives_may_be_metadata_as_over_http(router, plane):
             grpc.StatusCode.INVALID_ARGUMENT,
             ["token_ids.values:", "600", "512"],
             id="too-long",
+        ),
+        pytest.param(
+            {"text": "x", "cache_salt": "x" * 257}, grpc.StatusCode.INVALID_ARGUMENT, ["cache_salt", "256"], id="salt"
         ),
         pytest.param(
             {"text": "x", "request_id": "x" * 129}, grpc.StatusCode.INVALID_ARGUMENT, ["request_id", "128"], id="id"

@@ -82,6 +82,7 @@ async def test_malformed_http_is_answered_in_openais_form_and_closed(start, plan
         assert found == status, body
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
         assert headers["content-type"].startswith("application/json")
+        assert headers["x-request-id"].startswith("req-")
     async with connect(port) as (reader, writer):
         writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (await read_response(reader))[0] == 200

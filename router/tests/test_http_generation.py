@@ -202,4 +202,9 @@ async def test_our_own_fault_is_an_answer_too(client, plane):
     response = await client.post("/v1/completions", json=make_completion())
     assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
     assert "a bug" not in response.text
-    assert ["ZeroDivisionError: a bug" in fault for fault in harness_faults.take()] == [True]
+    # What the client can tell is what the log says.
+    shown = response.headers["x-request-id"]
+    assert shown == "req-1"
+    assert [f"request {shown}" in fault and "ZeroDivisionError: a bug" in fault for fault in harness_faults.take()] == [
+        True
+    ]

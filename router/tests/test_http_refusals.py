@@ -86,6 +86,27 @@ WRONG_COMPLETIONS = [
     ("suffix", {"suffix": "end"}, "suffix", ["'end'"]),
     ("priority", {"priority": 3}, "priority", ["sluice.priority"]),
     ("format", {"response_format": {"type": "xml"}}, "response_format.type", ["'xml'", "json_object"]),
+    (
+        "format-schema-of-others",
+        {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+        "response_format.schema",
+        ["not supported", "json_schema"],
+    ),
+    *[
+        (
+            f"format-schema-of-{kind}",
+            {"response_format": {"type": kind, "json_schema": {"schema": {"type": "object"}}}},
+            "response_format.json_schema",
+            ["json_schema", kind],
+        )
+        for kind in ("text", "json_object")
+    ],
+    (
+        "format-unknown-beside-schema",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "whitespace": " "}}},
+        "response_format.json_schema.whitespace",
+        ["not supported", "' '"],
+    ),
     ("format-no-schema", {"response_format": {"type": "json_schema"}}, "response_format", ["schema"]),
     (
         "schema",
@@ -232,6 +253,7 @@ async def test_what_is_not_a_json_object_is_refused(client, plane, body):
         ("x-llm-d-slo-tpot-ms", "1.5", ["'1.5'"]),
         ("x-sluice-priority", "-1001", ["-1000"]),
         ("x-sluice-slo-ttft", "400", ["no header", "x-sluice-slo-ttft-ms"]),
+        ("x-llm-d-slo-ttft", "400", ["no header", "x-llm-d-slo-ttft-ms"]),
         ("Content-Encoding", "snappy", ["'snappy'", "gzip"]),
         ("Content-Encoding", "gzip, snappy", ["'gzip, snappy'", "gzip"]),
         ("x-sluice-slo-class", "c" * 300, ["256", "300"]),
@@ -278,3 +300,12 @@ def test_a_schema_that_any_step_finds_nested_too_deeply_is_refused(depth: int) -
     schema = '{"not": ' * depth + "{}" + "}" * depth
     with pytest.raises(FieldError, match="nested too deeply"):
         check_constraint(("guided_json", "json", schema))
+
+
+def test_a_schema_that_compiles_and_is_too_complex_behind_its_first_brace_is_refused() -> None:
+    parts = [{"type": "object", "properties": {f"{i}-{k}": {} for k in range(40)}} for i in range(60)]
+    with pytest.raises(FieldError, match=r"guided_json: cannot be compiled: .*max is") as caught:
+        check_constraint(("guided_json", "json", {"anyOf": parts}))
+    assert caught.value.field == "guided_json"
+    # A few of them are not.
+    assert check_constraint(("guided_json", "json", {"anyOf": parts[:4]})).json_schema

@@ -116,6 +116,13 @@ async def test_special_tokens_are_added_to_completions_and_templates_write_them(
     assert (request.prompt_token_ids[0] == 0) is has_bos
 
 
+@pytest.mark.parametrize(("asked", "has_bos"), [(None, True), (True, True), (False, False)])
+async def test_a_grpc_call_says_whether_special_tokens_are_added(text_with_bos, asked, has_bos):
+    fields = grpc_fields.read_fields(router_pb2.GenerateRequest(add_special_tokens=asked))
+    request = await prepare_request(check(CompletionBody, {**fields, "prompt": "x"}), text_with_bos)
+    assert (request.prompt_token_ids[0] == 0) is has_bos
+
+
 @pytest.mark.parametrize(("prompt", "number"), [("x", 1), ([5, 6], 0), (["x", "y"], 2)])
 async def test_the_time_of_each_text_that_is_tokenized_is_measured(text, prompt, number):
     metrics = EdgeMetrics(SlowReaders(SlowReaderLimits()))
@@ -233,6 +240,35 @@ def test_a_chat_may_have_4096_messages_and_no_more(excess):
         return
     with pytest.raises(FieldError, match="messages: at most 4096 messages, not 4097"):
         check_prompt_size(fields, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 20_000}]}, "messages"),
+        ({"messages": [{"role": "user", "tool_calls": [[]] * 40_000}]}, "messages"),
+        ({"messages": [], "tools": [{}] * 40_000}, "tools"),
+        ({"prompt": "a", "logit_bias": {str(number): 1 for number in range(40_000)}}, "logit_bias"),
+        ({"prompt": "a", "tools": [1] * 20_000, "documents": [1] * 20_000}, ""),
+        ({"prompt": "a", **{str(number): 1 for number in range(40_000)}}, ""),
+    ],
+    ids=["parts", "calls", "tools", "bias", "both", "fields"],
+)
+def test_a_body_with_so_many_values_that_they_hold_up_others_is_refused(fields, field):
+    with pytest.raises(FieldError, match="at most 32768 values") as caught:
+        check_prompt_size(fields, 10**6)
+    assert caught.value.field == field
+    assert str(caught.value).startswith(field or "the body")
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_body_may_have_32768_values_beside_its_prompt(excess):
+    fields = {"prompt": [5] * 40_000, "tools": [1] * (32_766 + excess)}
+    if not excess:
+        check_prompt_size(fields, 10**6)
+        return
+    with pytest.raises(FieldError, match="not 32769 or more"):
+        check_prompt_size(fields, 10**6)
 
 
 def test_a_template_is_told_of_no_tools_and_documents_where_there_are_none():

@@ -17,7 +17,9 @@ _PARTS = ("queue_s", "execute_s", "transfer_s")
 _MILLISECONDS = ("queue ms", "execute ms", "transfer ms", "total ms")
 LEGEND = (
     "total: estimated wait for the first token from here on, had this engine been chosen:\n"
-    "prompts before it (queue), its own prompt less the cached tokens (execute), and the move of its KV (transfer)"
+    "prompts before it (queue), its own prompt less the cached tokens (execute), and the move of its KV (transfer)\n"
+    "of the engines that are in time, Sluice takes the one that is done first, EcoServe the one whose turn it is, and\n"
+    "every other strategy the one with the fewest queued tokens, less eight for each cached one"
 )
 # What each word of a decision means: of candidates, of the choice among them, and of waiting.
 MEANINGS = {
@@ -51,7 +53,9 @@ def render_decision_log(log: dict[str, Any]) -> Group:
     for event in log["events"]:
         parts.append(Text(f"{event['at_s']:10.4f} s  {describe_event(event)}"))
         if event.get("candidates"):
-            parts.append(Padding(Group(_make_candidates(event), Text(LEGEND, style="dim")), (0, 0, 0, 14)))
+            parts.append(
+                Padding(Group(_make_candidates(event), Text(_compare(event) + LEGEND, style="dim")), (0, 0, 0, 14))
+            )
     words = dict.fromkeys(word for event in log["events"] for word in _list_words(event))
     parts += [Text(f"{word}: {MEANINGS[word]}", style="dim") for word in words if word in MEANINGS]
     return Group(*parts)
@@ -96,6 +100,17 @@ def _make_candidates(event: dict[str, Any]) -> Table:
             candidate["reason"] + (" (chosen)" if candidate["engine_id"] == chosen else ""),
         )
     return table
+
+
+def _compare(event: dict[str, Any]) -> str:
+    """One line about what the choice is estimated to cost beside its alternatives; empty where there are none."""
+    totals_ms = {each["engine_id"]: 1000 * sum(each[part] for part in _PARTS) for each in event["candidates"]}
+    chosen_ms = totals_ms.pop(event["decision"].get("engine_id"), None)
+    if chosen_ms is None or not totals_ms:
+        return ""
+    best = min(totals_ms, key=lambda engine: totals_ms[engine])
+    difference = f"{abs(totals_ms[best] - chosen_ms):.1f} ms {'more' if totals_ms[best] >= chosen_ms else 'less'}"
+    return f"chosen: {chosen_ms:.1f} ms; the best of the others, {best}: {totals_ms[best]:.1f} ms, {difference}\n"
 
 
 def _show(value: object) -> str:

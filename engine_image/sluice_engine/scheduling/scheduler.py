@@ -134,7 +134,8 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             case core_messages.ReleaseCommand():
                 self._release(command.request_id)
             case core_messages.ReadLoadCommand():
-                return self._measure_load()
+                load = self._measure_load()
+                return core_messages.CompilingAnswer(load=load) if self._is_compiling() else load
         return core_messages.EmptyAnswer()
 
     def _configure(self, command: core_messages.ConfigureCommand) -> core_messages.ConfigureAnswer:
@@ -386,6 +387,11 @@ class SluiceMixin(_Stock):  # type: ignore[misc]
             if tracked.request.status == RequestStatus.RUNNING and tracked.kind is RequestKind.DECODE:
                 self._moves.join(tracked, now_s)
         return self._moves.propose(now_s, self._kv_usage.measure())
+
+    def _is_compiling(self) -> bool:
+        """Whether no iteration is due, although there are requests: one waits for its grammar, and nothing runs."""
+        waits = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        return not self.running and any(tracked.request.status == waits for tracked in self._tracker.by_id.values())
 
     def _measure_load(self) -> core_messages.SchedulerLoad:
         now_s = time.monotonic()

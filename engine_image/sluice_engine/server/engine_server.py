@@ -253,6 +253,9 @@ class EngineServer:
             for answer in await self._commands.call([core_messages.ReadLoadCommand()]):
                 if isinstance(answer, core_messages.SchedulerLoad):
                     self._reports.load = answer
+                elif isinstance(answer, core_messages.CompilingAnswer):
+                    # No iteration is due, so that routers must not take the engine for one that hangs.
+                    self._reports.load, self._reports.taken_s = answer.load, self._clock()
         finally:
             self._is_polling = False
 

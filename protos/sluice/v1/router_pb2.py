@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from sluice.v1 import sampling_pb2 as sluice_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16sluice/v1/router.proto\x12\tsluice.v1\x1a\x18sluice/v1/sampling.proto\"\xf1\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.sluice.v1.TokenIdsH\x00\x12+\n\x08messages\x18\x04 \x01(\x0b\x32\x17.sluice.v1.ChatMessagesH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.sluice.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x1d\n\x15ttft_slo_milliseconds\x18\x07 \x01(\r\x12\x1d\n\x15tpot_slo_milliseconds\x18\x08 \x01(\r\x12\x11\n\tslo_class\x18\t \x01(\t\x12\x15\n\x08priority\x18\n \x01(\x05H\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\x0b \x01(\t\x12 \n\x13skip_special_tokens\x18\x0c \x01(\x08H\x02\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\r \x01(\x08\x12\x14\n\x0cis_resumable\x18\x0e \x01(\x08\x12&\n\x06resume\x18\x0f \x01(\x0b\x32\x16.sluice.v1.ResumePointB\x08\n\x06promptB\x0b\n\t_priorityB\x16\n\x14_skip_special_tokens\"<\n\x0bResumePoint\x12\x12\n\ncapability\x18\x01 \x01(\t\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\"\x1a\n\x08TokenIds\x12\x0e\n\x06values\x18\x01 \x03(\r\"t\n\x0c\x43hatMessages\x12&\n\x06values\x18\x01 \x03(\x0b\x32\x16.sluice.v1.ChatMessage\x12\r\n\x05tools\x18\x02 \x03(\t\x12\x11\n\tdocuments\x18\x03 \x03(\t\x12\x1a\n\x12template_arguments\x18\x04 \x01(\t\"d\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x12\n\ntool_calls\x18\x04 \x03(\t\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\"\xfc\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x1a\n\x12\x66irst_output_index\x18\x04 \x01(\r\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.sluice.v1.OutputLogprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.sluice.v1.FinishReason\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.sluice.v1.Usage\x12\x19\n\x11resume_capability\x18\x08 \x01(\t\"N\n\x0eOutputLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xaa\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x14\n\x07tpot_ms\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rnum_hand_offs\x18\x06 \x01(\r\x12\x12\n\nis_slo_met\x18\x07 \x01(\x08\x42\n\n\x08_tpot_ms\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.sluice.v1.Model\"3\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1c\n\x14max_model_len_tokens\x18\x02 \x01(\r2\x9a\x01\n\x06Router\x12\x45\n\x08Generate\x12\x1a.sluice.v1.GenerateRequest\x1a\x1b.sluice.v1.GenerateResponse0\x01\x12I\n\nListModels\x12\x1c.sluice.v1.ListModelsRequest\x1a\x1d.sluice.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16sluice/v1/router.proto\x12\tsluice.v1\x1a\x18sluice/v1/sampling.proto\"\xbd\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.sluice.v1.TokenIdsH\x00\x12+\n\x08messages\x18\x04 \x01(\x0b\x32\x17.sluice.v1.ChatMessagesH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.sluice.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x1d\n\x15ttft_slo_milliseconds\x18\x07 \x01(\r\x12\x1d\n\x15tpot_slo_milliseconds\x18\x08 \x01(\r\x12\x11\n\tslo_class\x18\t \x01(\t\x12\x15\n\x08priority\x18\n \x01(\x05H\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\x0b \x01(\t\x12 \n\x13skip_special_tokens\x18\x0c \x01(\x08H\x02\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\r \x01(\x08\x12\x14\n\x0cis_resumable\x18\x0e \x01(\x08\x12&\n\x06resume\x18\x0f \x01(\x0b\x32\x16.sluice.v1.ResumePoint\x12\x12\n\ncache_salt\x18\x10 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x11 \x01(\x08H\x03\x88\x01\x01\x42\x08\n\x06promptB\x0b\n\t_priorityB\x16\n\x14_skip_special_tokensB\x15\n\x13_add_special_tokens\"<\n\x0bResumePoint\x12\x12\n\ncapability\x18\x01 \x01(\t\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\"\x1a\n\x08TokenIds\x12\x0e\n\x06values\x18\x01 \x03(\r\"\xb2\x01\n\x0c\x43hatMessages\x12&\n\x06values\x18\x01 \x03(\x0b\x32\x16.sluice.v1.ChatMessage\x12\r\n\x05tools\x18\x02 \x03(\t\x12\x11\n\tdocuments\x18\x03 \x03(\t\x12\x1a\n\x12template_arguments\x18\x04 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"d\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x12\n\ntool_calls\x18\x04 \x03(\t\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\"\xfc\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x1a\n\x12\x66irst_output_index\x18\x04 \x01(\r\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.sluice.v1.OutputLogprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.sluice.v1.FinishReason\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.sluice.v1.Usage\x12\x19\n\x11resume_capability\x18\x08 \x01(\t\"N\n\x0eOutputLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xc2\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x14\n\x07tpot_ms\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rnum_hand_offs\x18\x06 \x01(\r\x12\x12\n\nis_slo_met\x18\x07 \x01(\x08\x12\x16\n\x0enum_recoveries\x18\x08 \x01(\rB\n\n\x08_tpot_ms\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.sluice.v1.Model\"3\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1c\n\x14max_model_len_tokens\x18\x02 \x01(\r2\x9a\x01\n\x06Router\x12\x45\n\x08Generate\x12\x1a.sluice.v1.GenerateRequest\x1a\x1b.sluice.v1.GenerateResponse0\x01\x12I\n\nListModels\x12\x1c.sluice.v1.ListModelsRequest\x1a\x1d.sluice.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,27 +33,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sluice.v1.router_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=64
-  _globals['_GENERATEREQUEST']._serialized_end=561
-  _globals['_RESUMEPOINT']._serialized_start=563
-  _globals['_RESUMEPOINT']._serialized_end=623
-  _globals['_TOKENIDS']._serialized_start=625
-  _globals['_TOKENIDS']._serialized_end=651
-  _globals['_CHATMESSAGES']._serialized_start=653
-  _globals['_CHATMESSAGES']._serialized_end=769
-  _globals['_CHATMESSAGE']._serialized_start=771
-  _globals['_CHATMESSAGE']._serialized_end=871
-  _globals['_GENERATERESPONSE']._serialized_start=874
-  _globals['_GENERATERESPONSE']._serialized_end=1126
-  _globals['_OUTPUTLOGPROBS']._serialized_start=1128
-  _globals['_OUTPUTLOGPROBS']._serialized_end=1206
-  _globals['_USAGE']._serialized_start=1209
-  _globals['_USAGE']._serialized_end=1379
-  _globals['_LISTMODELSREQUEST']._serialized_start=1381
-  _globals['_LISTMODELSREQUEST']._serialized_end=1400
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1402
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1456
-  _globals['_MODEL']._serialized_start=1458
-  _globals['_MODEL']._serialized_end=1509
-  _globals['_ROUTER']._serialized_start=1512
-  _globals['_ROUTER']._serialized_end=1666
+  _globals['_GENERATEREQUEST']._serialized_end=637
+  _globals['_RESUMEPOINT']._serialized_start=639
+  _globals['_RESUMEPOINT']._serialized_end=699
+  _globals['_TOKENIDS']._serialized_start=701
+  _globals['_TOKENIDS']._serialized_end=727
+  _globals['_CHATMESSAGES']._serialized_start=730
+  _globals['_CHATMESSAGES']._serialized_end=908
+  _globals['_CHATMESSAGE']._serialized_start=910
+  _globals['_CHATMESSAGE']._serialized_end=1010
+  _globals['_GENERATERESPONSE']._serialized_start=1013
+  _globals['_GENERATERESPONSE']._serialized_end=1265
+  _globals['_OUTPUTLOGPROBS']._serialized_start=1267
+  _globals['_OUTPUTLOGPROBS']._serialized_end=1345
+  _globals['_USAGE']._serialized_start=1348
+  _globals['_USAGE']._serialized_end=1542
+  _globals['_LISTMODELSREQUEST']._serialized_start=1544
+  _globals['_LISTMODELSREQUEST']._serialized_end=1563
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1565
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1619
+  _globals['_MODEL']._serialized_start=1621
+  _globals['_MODEL']._serialized_end=1672
+  _globals['_ROUTER']._serialized_start=1675
+  _globals['_ROUTER']._serialized_end=1829
 # @@protoc_insertion_point(module_scope)

@@ -40,6 +40,8 @@ class GenerateRequest(_message.Message):
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     IS_RESUMABLE_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served model name; empty: the only one."""
     text: _builtins.str
@@ -60,6 +62,10 @@ class GenerateRequest(_message.Message):
     """Whether the stop string that ended the output stays in its text."""
     is_resumable: _builtins.bool
     """Whether the caller may go on with the output at any router after its call broke; see resume_capability."""
+    cache_salt: _builtins.str
+    """The prompt shares cached KV only with prompts of the same salt; empty: with those that have none."""
+    add_special_tokens: _builtins.bool
+    """Whether the tokenizer adds BOS and the like; absent: to a text, and not to messages, whose template writes them."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -98,17 +104,23 @@ class GenerateRequest(_message.Message):
         include_stop_str_in_output: _builtins.bool = ...,
         is_resumable: _builtins.bool = ...,
         resume: Global___ResumePoint | None = ...,
+        cache_salt: _builtins.str = ...,
+        add_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_skip_special_tokens", b"_skip_special_tokens", "messages", b"messages", "priority", b"priority", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_priority", b"_priority", "_skip_special_tokens", b"_skip_special_tokens", "add_special_tokens", b"add_special_tokens", "messages", b"messages", "priority", b"priority", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_skip_special_tokens", b"_skip_special_tokens", "include_stop_str_in_output", b"include_stop_str_in_output", "is_resumable", b"is_resumable", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "slo_class", b"slo_class", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tpot_slo_milliseconds", b"tpot_slo_milliseconds", "ttft_slo_milliseconds", b"ttft_slo_milliseconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_priority", b"_priority", "_skip_special_tokens", b"_skip_special_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "include_stop_str_in_output", b"include_stop_str_in_output", "is_resumable", b"is_resumable", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "slo_class", b"slo_class", "stop", b"stop", "text", b"text", "token_ids", b"token_ids", "tpot_slo_milliseconds", b"tpot_slo_milliseconds", "ttft_slo_milliseconds", b"ttft_slo_milliseconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload
@@ -178,8 +190,11 @@ class ChatMessages(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     DOCUMENTS_FIELD_NUMBER: _builtins.int
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     template_arguments: _builtins.str
     """More variables for the template (chat_template_kwargs of HTTP), an object as JSON text; empty: none."""
+    add_generation_prompt: _builtins.bool
+    """Whether the template opens the assistant's turn; absent: true."""
     @_builtins.property
     def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """In order."""
@@ -199,12 +214,15 @@ class ChatMessages(_message.Message):
         tools: _abc.Iterable[_builtins.str] | None = ...,
         documents: _abc.Iterable[_builtins.str] | None = ...,
         template_arguments: _builtins.str = ...,
+        add_generation_prompt: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "template_arguments", b"template_arguments", "tools", b"tools", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "documents", b"documents", "template_arguments", b"template_arguments", "tools", b"tools", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
+    _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
 
 Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
 
@@ -351,6 +369,7 @@ class Usage(_message.Message):
     TPOT_MS_FIELD_NUMBER: _builtins.int
     NUM_HAND_OFFS_FIELD_NUMBER: _builtins.int
     IS_SLO_MET_FIELD_NUMBER: _builtins.int
+    NUM_RECOVERIES_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Prompt length."""
     output_tokens: _builtins.int
@@ -365,6 +384,8 @@ class Usage(_message.Message):
     """Moves between engines."""
     is_slo_met: _builtins.bool
     """Both objectives met."""
+    num_recoveries: _builtins.int
+    """Times that it went on elsewhere after an engine failed."""
     def __init__(
         self,
         *,
@@ -375,10 +396,11 @@ class Usage(_message.Message):
         tpot_ms: _builtins.float | None = ...,
         num_hand_offs: _builtins.int = ...,
         is_slo_met: _builtins.bool = ...,
+        num_recoveries: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "tpot_ms", b"tpot_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "cached_tokens", b"cached_tokens", "is_slo_met", b"is_slo_met", "num_hand_offs", b"num_hand_offs", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms", "cached_tokens", b"cached_tokens", "is_slo_met", b"is_slo_met", "num_hand_offs", b"num_hand_offs", "num_recoveries", b"num_recoveries", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tpot_ms: _TypeAlias = _typing.Literal["tpot_ms"]  # noqa: Y015
     _WhichOneofArgType__tpot_ms: _TypeAlias = _typing.Literal["_tpot_ms", b"_tpot_ms"]  # noqa: Y015

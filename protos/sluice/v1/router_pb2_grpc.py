@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class RouterStub:
-    """The client API over gRPC; the same features as the OpenAI-compatible HTTP API.
+    """The client API over gRPC; checks, defaults and errors are those of the OpenAI-compatible HTTP API. A call has one
+    prompt and one output.
     """
 
     def __init__(self, channel):
@@ -48,7 +49,8 @@ class RouterStub:
 
 
 class RouterServicer:
-    """The client API over gRPC; the same features as the OpenAI-compatible HTTP API.
+    """The client API over gRPC; checks, defaults and errors are those of the OpenAI-compatible HTTP API. A call has one
+    prompt and one output.
     """
 
     def Generate(self, request, context):
@@ -87,7 +89,8 @@ def add_RouterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Router:
-    """The client API over gRPC; the same features as the OpenAI-compatible HTTP API.
+    """The client API over gRPC; checks, defaults and errors are those of the OpenAI-compatible HTTP API. A call has one
+    prompt and one output.
     """
 
     @staticmethod

@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RouterStub:
-    """The client API over gRPC; the same features as the OpenAI-compatible HTTP API."""
+    """The client API over gRPC; checks, defaults and errors are those of the OpenAI-compatible HTTP API. A call has one
+    prompt and one output.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -40,7 +42,9 @@ class RouterStub:
 
 @_typing.type_check_only
 class RouterAsyncStub(RouterStub):
-    """The client API over gRPC; the same features as the OpenAI-compatible HTTP API."""
+    """The client API over gRPC; checks, defaults and errors are those of the OpenAI-compatible HTTP API. A call has one
+    prompt and one output.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -49,7 +53,9 @@ class RouterAsyncStub(RouterStub):
     """The models this router serves."""
 
 class RouterServicer(metaclass=_abc_1.ABCMeta):
-    """The client API over gRPC; the same features as the OpenAI-compatible HTTP API."""
+    """The client API over gRPC; checks, defaults and errors are those of the OpenAI-compatible HTTP API. A call has one
+    prompt and one output.
+    """
 
     @_abc_1.abstractmethod
     def Generate(

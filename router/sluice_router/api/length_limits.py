@@ -13,6 +13,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 LAST_RESORT_OUTPUT_TOKENS = 16
 # Validating and rendering so many takes the event loop about 20 ms.
 MAX_MESSAGES = 4096
+# Values in a body without its prompt, those in lists and objects included: so many are validated and rendered in 40 ms.
+MAX_VALUES = 32_768
 
 
 def limit_output(
@@ -65,11 +67,12 @@ def check_prompt_size(fields: dict[str, Any], max_model_len_tokens: int | None) 
         max_model_len_tokens: Longest prompt + output; None: not known.
 
     Raises:
-        FieldError: There are too many messages or token ids.
+        FieldError: There are too many messages, token ids or other values.
     """
     messages = fields.get("messages")
-    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
-        raise FieldError("messages", f"messages: at most {MAX_MESSAGES} messages, not {len(messages)}")
+    if isinstance(messages, list):
+        check_num_messages(len(messages))
+    check_num_values(fields)
     prompt = fields.get("prompt")
     if not isinstance(prompt, list):
         return
@@ -77,6 +80,50 @@ def check_prompt_size(fields: dict[str, Any], max_model_len_tokens: int | None) 
     for index, item in enumerate(prompt):
         if isinstance(item, list):
             check_num_tokens(f"prompt[{index}]", item, max_model_len_tokens)
+
+
+def check_num_messages(number: int) -> None:
+    """Checks the number of a chat's messages, before any of them is read.
+
+    Raises:
+        FieldError: There are too many.
+    """
+    if number > MAX_MESSAGES:
+        raise FieldError("messages", f"messages: at most {MAX_MESSAGES} messages, not {number}")
+
+
+def check_num_values(fields: dict[str, Any]) -> None:
+    """Checks that a body does not hold up the event loop by the mere number of its values, whatever they are.
+
+    Args:
+        fields: The body, unchecked; its prompt has limits of its own.
+
+    Raises:
+        FieldError: There are too many; names the field that has most of them.
+    """
+    numbers = {name: _count_values(value) for name, value in fields.items() if name != "prompt"}
+    total = len(fields) + sum(numbers.values())
+    if total <= MAX_VALUES:
+        return
+    most = max(numbers, key=lambda name: numbers[name])
+    limit = f"at most {MAX_VALUES} values in lists and objects"
+    if numbers[most] > MAX_VALUES:
+        raise FieldError(most, f"{most}: {limit}, not {numbers[most]} or more")
+    raise FieldError("", f"the body may have {limit}, not {total} or more")
+
+
+def _count_values(value: Any) -> int:
+    """Counts what is in a value, until it is too much."""
+    number, rest = 0, [value]
+    while rest and number <= MAX_VALUES:
+        part = rest.pop()
+        if isinstance(part, dict):
+            number += len(part)
+            rest.extend(part.values())
+        elif isinstance(part, list):
+            number += len(part)
+            rest.extend(part)
+    return number
 
 
 def check_num_tokens(field: str, token_ids: Sequence[Any], max_model_len_tokens: int | None) -> None:

@@ -22,10 +22,9 @@ TTFT_HEADERS = ("x-sluice-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 TPOT_HEADERS = ("x-sluice-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 CLASS_HEADER = "x-sluice-slo-class"
 PRIORITY_HEADER = "x-sluice-priority"
-HEADER_PREFIX = "x-sluice-"
 # Of every header that is read here.
-PREFIXES = (HEADER_PREFIX, "x-llm-d-slo-")
-HEADERS = frozenset({TTFT_HEADERS[0], TPOT_HEADERS[0], CLASS_HEADER, PRIORITY_HEADER})
+PREFIXES = ("x-sluice-", "x-llm-d-slo-")
+HEADERS = frozenset({*TTFT_HEADERS, *TPOT_HEADERS, CLASS_HEADER, PRIORITY_HEADER})
 # Headers of ours that say nothing of latency: whether a stream can be resumed, and by what.
 RESUMABLE_HEADER = "x-sluice-resumable"
 CAPABILITY_HEADER = "x-sluice-resume"
@@ -85,7 +84,7 @@ def _refuse_unknown(headers: Mapping[str, str]) -> None:
     """Refuses what is ours by its name and nobody's by its meaning: an objective with a typo would not be met."""
     for name in headers:
         lower = name.lower()
-        if lower.startswith(HEADER_PREFIX) and lower not in KNOWN_HEADERS:
+        if lower.startswith(PREFIXES) and lower not in KNOWN_HEADERS:
             raise FieldError(lower, f"{lower} is no header of Sluice; known are {', '.join(sorted(KNOWN_HEADERS))}")
 
 

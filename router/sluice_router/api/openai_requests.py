@@ -108,7 +108,7 @@ class _Body(BaseModel):
 
 
 class _Options(_Body):
-    """Options of our own or of vLLM, each of which changes what the client gets: an unknown one is refused."""
+    """Options each of which changes what the client gets: an unknown one is refused."""
 
     @model_validator(mode="before")
     @classmethod
@@ -138,7 +138,7 @@ class SluiceOptions(_Options):
     priority: int | None = Field(default=None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
 
-class JsonSchemaFormat(_Body):
+class JsonSchemaFormat(_Options):
     """A named JSON schema, OpenAI's form."""
 
     name: str | None = None
@@ -148,7 +148,7 @@ class JsonSchemaFormat(_Body):
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(_Options):
     """OpenAI's way to constrain an output."""
 
     type: Literal["text", "json_object", "json_schema"]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sluice.v1 import sampling_pb2
@@ -20,6 +21,9 @@ from sluice_router.event_loop_bursts import BurstQueue
 from sluice_router.scheduling.requests import DataPlane
 from sluice_router.text.chat_template import ChatTemplateError
 from sluice_router.text.tokenizer import ModelText
+
+# Each has a process that compiles constraints; two, so that one that takes its whole time does not hold up all others.
+_GRAMMAR_THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
 
 
 def to_router_error(error: FieldError) -> InvalidRequestError:
@@ -129,7 +133,7 @@ class RequestPreparer:
 
     def _render(self, body: ChatBody) -> str:
         if self._text.chat_template is None:
-            raise FieldError("messages", "the model has no chat template; use /v1/completions")
+            raise FieldError("messages", "messages: the model has no chat template; send the prompt as text")
         variables = dict(body.chat_template_kwargs or {})
         if body.documents is not None:
             variables["documents"] = body.documents
@@ -149,7 +153,9 @@ class RequestPreparer:
 
 async def _read_structure(body: SamplingFields) -> sampling_pb2.StructuredOutput | None:
     constraint = find_constraint(body)
-    return None if constraint is None else await asyncio.to_thread(check_constraint, constraint)
+    if constraint is None:
+        return None
+    return await asyncio.get_running_loop().run_in_executor(_GRAMMAR_THREADS, check_constraint, constraint)
 
 
 def _open_tool_calls(message: dict[str, Any]) -> dict[str, Any]:
@@ -166,6 +172,6 @@ def _open_call(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}

@@ -10,7 +10,8 @@ import jsonschema
 from sluice.v1 import sampling_pb2
 from sluice.wire_fields import constraint_names
 from sluice_router.api.openai_requests import MAX_STRUCTURE_CHARACTERS, FieldError, SamplingFields, quote
-from sluice_router.text.grammar_check import GrammarError, check_expansion, check_grammar
+from sluice_router.text.grammar_check import GrammarError, check_expansion
+from sluice_router.text.grammar_process import check_grammar_apart
 
 # Of the library's reason for a refusal.
 MAX_REASON_CHARACTERS = 200
@@ -46,7 +47,7 @@ def check_constraint(constraint: Constraint) -> sampling_pb2.StructuredOutput:
     elif kind == "choice" and not all(value):
         raise FieldError(field, f"{field}: a choice is empty")
     try:
-        check_grammar(kind, value)
+        check_grammar_apart(kind, value)
     except GrammarError as error:
         raise FieldError(field, f"{field}: cannot be compiled: {_shorten(error)}, in {quote(value)}") from error
     if kind == "choice":
@@ -56,7 +57,12 @@ def check_constraint(constraint: Constraint) -> sampling_pb2.StructuredOutput:
 
 def _from_response_format(body: SamplingFields) -> list[Constraint]:
     wanted = body.response_format
-    if wanted is None or wanted.type == "text":
+    if wanted is None:
+        return []
+    if wanted.type != "json_schema" and wanted.json_schema is not None and wanted.json_schema.json_schema is not None:
+        field = "response_format.json_schema"
+        raise FieldError(field, f"{field}: only with type json_schema, not {wanted.type}")
+    if wanted.type == "text":
         return []
     if wanted.type == "json_object":
         return [("response_format", "json_object", True)]

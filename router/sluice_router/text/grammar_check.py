@@ -15,6 +15,10 @@ import llguidance
 MAX_EXPANDED_ITEMS = 20_000
 # The mask has a bit for each byte, and behind them others for the end.
 NUM_BYTES_OF_ALPHABET = 256 // 8
+# Bytes of an output that are tried: what is too complex for the library may show only behind the first brace.
+NUM_TRIED_BYTES = 8
+# Which of them, where the constraint leaves a choice: into objects, lists and texts rather than past them.
+PREFERRED_BYTES = b'{["' + bytes(range(ord("a"), ord("z") + 1))
 _COUNTS = ("minItems", "maxItems")
 # Kinds that the library calls as vLLM does.
 _TEXT_KINDS = frozenset({"regex", "grammar", "choice"})
@@ -25,7 +29,7 @@ class GrammarError(ValueError):
 
 
 def check_grammar(kind: str, value: Any) -> None:
-    """Checks that a constraint can be compiled, and allows some output.
+    """Checks that a constraint can be compiled, and allows some output whose beginning the library can follow.
 
     Args:
         kind: vLLM's name of it: ``json``, ``json_object``, ``regex``, ``choice`` or ``grammar``.
@@ -46,6 +50,13 @@ def check_grammar(kind: str, value: Any) -> None:
         raise GrammarError("it allows no output")
     if not any(allowed[:NUM_BYTES_OF_ALPHABET]):
         raise GrammarError("it allows no output but the empty one")
+    for _ in range(NUM_TRIED_BYTES):
+        byte = _choose_byte(allowed)
+        if byte is None or not matcher.consume_token(byte) or matcher.is_stopped():
+            break
+        allowed = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise GrammarError(matcher.get_error())
 
 
 def check_expansion(schema: Any) -> None:
@@ -75,6 +86,12 @@ def _serialize(kind: str, value: Any) -> str:
     schema = '{"type": "object"}' if kind == "json_object" else value
     written: str = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": True})
     return written
+
+
+def _choose_byte(allowed: bytes) -> int | None:
+    """Chooses the next byte of an output; None: only its end is allowed."""
+    candidates = [byte for byte in range(NUM_BYTES_OF_ALPHABET * 8) if allowed[byte // 8] >> byte % 8 & 1]
+    return next((byte for byte in PREFERRED_BYTES if byte in candidates), candidates[-1] if candidates else None)
 
 
 @functools.cache

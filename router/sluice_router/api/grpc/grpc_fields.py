@@ -9,6 +9,7 @@ from typing import Any
 
 from sluice.v1 import router_pb2
 from sluice.wire_fields import constraint_names, read_constraint, read_sampling
+from sluice_router.api.length_limits import check_num_messages
 from sluice_router.api.openai_requests import FieldError, quote
 from sluice_router.errors import RouterError
 from sluice_router.scheduling.requests import Finish, Usage
@@ -73,14 +74,16 @@ def read_chat(chat: router_pb2.ChatMessages) -> dict[str, Any]:
     """Reads a conversation into the fields of a chat's body.
 
     Raises:
-        FieldError: A field that holds JSON text holds something else.
+        FieldError: There are too many messages, or a field that holds JSON text holds something else.
     """
+    check_num_messages(len(chat.values))
     arguments = chat.template_arguments
     return {
         "messages": [_read_message(index, message) for index, message in enumerate(chat.values)],
         "tools": _read_objects("tools", chat.tools) or None,
         "documents": _read_objects("documents", chat.documents) or None,
         "chat_template_kwargs": _read_object("chat_template_kwargs", arguments) if arguments else None,
+        "add_generation_prompt": chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None,
     }
 
 
@@ -99,6 +102,8 @@ def read_fields(request: router_pb2.GenerateRequest) -> dict[str, Any]:
         "include_stop_str_in_output": request.include_stop_str_in_output,
         "skip_special_tokens": request.skip_special_tokens if request.HasField("skip_special_tokens") else None,
         "structured_outputs": None if constraint is None else dict([constraint]),
+        "cache_salt": request.cache_salt or None,
+        "add_special_tokens": request.add_special_tokens if request.HasField("add_special_tokens") else None,
         "return_token_ids": True,
     }
     if num_logprobs is not None:
@@ -161,4 +166,5 @@ def _format_usage(usage: Usage) -> router_pb2.Usage:
         tpot_ms=None if usage.tpot_s is None else usage.tpot_s * 1e3,
         num_hand_offs=usage.num_hand_offs,
         is_slo_met=usage.is_slo_met,
+        num_recoveries=usage.num_recoveries,
     )

@@ -31,7 +31,7 @@ from sluice_router.api.http.http_connection import (
     check_header_size,
     connection_of,
 )
-from sluice_router.api.http.http_errors import REASON_HEADER, refuse
+from sluice_router.api.http.http_errors import REASON_HEADER, REQUEST_ID_HEADER, refuse
 from sluice_router.api.http.http_generation import HttpGeneration
 from sluice_router.api.http.http_resumption import ResumableAnswers, asks_for_resumable
 from sluice_router.api.http.http_stream import SERVER
@@ -53,7 +53,6 @@ from sluice_router.text.tokenizer import ModelText
 
 Handler = Callable[[web.BaseRequest, float], Awaitable[web.StreamResponse]]
 
-REQUEST_ID_HEADER = "x-request-id"
 MAX_IGNORED_CHARACTERS = 1024  # of the header that names ignored fields
 # Where a request keeps whose key it came with.
 OWNER = web.RequestKey("owner", str)
@@ -152,6 +151,7 @@ class HttpApi:
             write_buffer_bytes=settings.write_buffer_bytes,
             max_paused_s=settings.slow_readers.max_paused_s,
             clock=self._plane.now,
+            name_request=self._shown_id_of,
         )
         server = EdgeServer(
             self._handle,

@@ -12,7 +12,7 @@ from typing import Any, cast
 from aiohttp import StreamReader, web
 from aiohttp.http import HttpVersion11, RawRequestMessage
 
-from sluice_router.api.http.http_errors import format_error
+from sluice_router.api.http.http_errors import REQUEST_ID_HEADER, format_error
 from sluice_router.api.http.response_streams import ClientStream, SseResponseStream
 from sluice_router.errors import InvalidRequestError
 
@@ -39,12 +39,14 @@ class ConnectionSettings:
         write_buffer_bytes: What the transport holds before the client counts as paused.
         max_paused_s: How long a client may stay paused.
         clock: The data plane's clock.
+        name_request: The id that an answer to a request carries.
     """
 
     header_timeout_s: float
     write_buffer_bytes: int
     max_paused_s: float
     clock: Callable[[], float]
+    name_request: Callable[[web.BaseRequest], str]
 
 
 class EdgeConnection(web.RequestHandler):
@@ -219,13 +221,16 @@ class EdgeConnection(web.RequestHandler):
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Answers what cannot be parsed, and our own faults, in OpenAI's form."""
+        shown_id = self._settings.name_request(request)
         if status >= 500:
-            self.log_exception("fault while answering %s %s", request.method, request.path, exc_info=exc)
+            self.log_exception(
+                "fault while answering %s %s of request %s", request.method, request.path, shown_id, exc_info=exc
+            )
             body = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
         else:
             first_line = (message or "bad request").splitlines()[0]
             body = format_error(InvalidRequestError(f"malformed HTTP request: {first_line}", code="malformed_http"))
-        response = web.json_response(body, status=status)
+        response = web.json_response(body, status=status, headers={REQUEST_ID_HEADER: shown_id})
         response.force_close()
         return response
 

@@ -16,6 +16,7 @@ from sluice_router.api.openai_responses import DONE
 from sluice_router.errors import RouterError, UnauthenticatedError
 
 REASON_HEADER = "x-sluice-reason"
+REQUEST_ID_HEADER = "x-request-id"
 
 
 def refuse(error: RouterError, *, status: int | None = None, headers: dict[str, str] | None = None) -> web.Response:
