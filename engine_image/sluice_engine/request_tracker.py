@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sluice_core.records import RequestId
 from sluice_core.scheduling.engine_policy import RequestKind
 from sluice_engine.core_encoding import decode_extras
-from sluice_engine.scheduling.ending_decodes import EndingDecodes
+from sluice_engine.ending_decodes import EndingDecodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
