@@ -10,7 +10,7 @@ from test_simulation import make_engines
 from test_slack_strategy import SLUICE, assign, make_prefill, make_table
 
 from sluice_core.latency.iteration_time import IterationProfile
-from sluice_core.records import EngineId, Place, RequestId, Role, Slo
+from sluice_core.records import EngineId, Place, Reject, RequestId, Role, Slo
 from sluice_core.scheduling.batching.tpot_slack import SCARCE_SEATS
 from sluice_core.scheduling.engine_state import EngineConfig, EngineLoad, get_view
 from sluice_core.scheduling.engine_table import PROVEN_OBSERVATIONS, EngineTable
@@ -19,7 +19,7 @@ from sluice_core.scheduling.slack.slack_waiting_order import WaitingOrder
 from sluice_core.scheduling.slack.usual_request import GUESSED_OUTPUT_TOKENS, UsualRequest
 from sluice_core.sim.sim_setup import Arrival, Cell
 from sluice_core.sim.simulation import Simulation
-from sluice_core.strategy_parameters import StrategyParameters
+from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
 
 SEATS = 64  # of each engine of ``make_table``, whose KV has 16,000 tokens
 RESERVED_SEATS = 16  # that late prompts leave free there
@@ -64,6 +64,41 @@ def test_late_prompts_that_wait_count_beside_a_placement_too():
     also = make_prefill("also", arrival_s=NOW - 9.0)
     found = describe(assign(make_table(load), timely, late, also, credit_s=0.0))
     assert sorted(found) == [("also", "seats"), ("late", "placed"), ("timely", "placed")]
+
+
+def test_late_prompts_as_long_as_one_that_was_held_wait_for_the_next_pass():
+    """Under overload hundreds of them wait, and would be tried on every engine every 5 ms."""
+    router = SLUICE.make_router(StrategyParameters(credit_s=0.0), random.Random(1))
+
+    def place(*waiting):
+        queued = EngineLoad(queued_requests=1, queued_prefill_tokens=1000)
+        loads = EngineLoad(running_decodes=SEATS - RESERVED_SEATS), queued
+        return describe(router.assign(NOW, list(waiting), make_table(*loads)))
+
+    short = make_prefill("short", arrival_s=NOW - 9.0, tokens=200)
+    long = make_prefill("long", arrival_s=NOW - 8.0, tokens=8000)
+    timely = make_prefill("timely", arrival_s=NOW, tokens=8000)
+    assert place(short) == [("short", "seats")]
+    assert place(long) == [("long", "placed")], "the other engine is done with it first"
+    assert place(short, long) == [("short", "seats"), ("long", "seats")]
+    assert place(timely, short) == [("timely", "placed"), ("short", "seats")]
+    shorter = make_prefill("shorter", arrival_s=NOW - 7.0, tokens=199)
+    assert place(short, long, shorter) == [("short", "seats"), ("long", "seats"), ("shorter", "seats")]
+
+
+def test_late_prompts_behind_what_engines_have_are_all_held_for_that():
+    load = EngineLoad(queued_requests=1, queued_prefill_tokens=4000)
+    late = [make_prefill(f"late-{number}", arrival_s=NOW - 9.0 - number, tokens=100 + number) for number in range(3)]
+    found = describe(assign(make_table(load), *late, make_prefill("timely", arrival_s=NOW), credit_s=0.01))
+    assert {reason for _, reason in found} == {"late_binding"}
+
+
+def test_early_rejection_looks_at_every_late_prompt():
+    router = SLUICE.make_router(StrategyParameters(early_rejection=EarlyRejection.REJECT), random.Random(1))
+    load = EngineLoad(queued_requests=1, queued_prefill_tokens=4000, running_decodes=SEATS - RESERVED_SEATS)
+    late = [make_prefill(f"late-{number}", arrival_s=NOW - 9.0 - number) for number in range(3)]
+    decisions = router.assign(NOW, late, make_table(load))
+    assert [type(decision) for decision in decisions] == [Reject] * 3
 
 
 def test_a_late_prompt_without_blocks_lets_others_pass():

@@ -37,7 +37,9 @@ class AssignPass:
     __slots__ = (
         "_holds",
         "_is_blocked_by_kv",
+        "_late_reason",
         "_least_kv_held",
+        "_least_late_held",
         "chosen",
         "early_rejection",
         "engines",
@@ -50,6 +52,8 @@ class AssignPass:
         self.engines = engines
         self.chosen: Entry | None = None
         self._least_kv_held = _INFINITY
+        self._least_late_held = _INFINITY
+        self._late_reason = ""
         self._is_blocked_by_kv = False
         self._holds: set[str] = set()
 
@@ -59,6 +63,12 @@ class AssignPass:
             return Hold(request_id=request.request_id, reason="kv")
         if "recovery_cap" in self._holds and request.is_recovery:
             return Hold(request_id=request.request_id, reason="recovery_cap")
+        if (
+            self._least_late_held <= request.prompt_tokens
+            and not request.is_recovery
+            and _is_overdue(self.now, request)
+        ):
+            return Hold(request_id=request.request_id, reason=self._late_reason)
         return None
 
     def note_hold(self, request: PrefillRequest, hold: Hold) -> None:
@@ -75,6 +85,17 @@ class AssignPass:
             due_s = request.next_token_due_s if request.is_recovery else request.arrival_s
             is_overdue = self.now > due_s + request.slo.ttft_s
             self._is_blocked_by_kv = self._is_blocked_by_kv or (is_overdue and self._can_ever_fit(request))
+
+    def note_late_held(self, request: PrefillRequest, reason: str) -> None:
+        """Let late prompts that are as long wait too, for the rest of this pass: under overload there are hundreds.
+
+        Args:
+            request: A late prompt, for which the engine that is done first has no room now.
+            reason: Why it is held.
+        """
+        if not request.excluded and self.early_rejection is not EarlyRejection.REJECT:
+            self._least_late_held = min(self._least_late_held, request.prompt_tokens)
+            self._late_reason = reason
 
     def list_candidates(self, request: PrefillRequest) -> Sequence[Entry]:
         """List the engines that can take a prefill and are not excluded, in ascending order of their queues."""
@@ -263,3 +284,8 @@ def _count_uncached(request: PrefillRequest, engine_id: EngineId) -> int:
     """Count the tokens to compute on an engine: the last one always is, for its logits."""
     cached = request.cached_tokens
     return max(1, request.prompt_tokens - cached.get(engine_id, 0)) if cached else request.prompt_tokens
+
+
+def _is_overdue(now: float, request: PrefillRequest) -> bool:
+    """Say whether a prompt is late wherever it goes: its objective has passed."""
+    return now >= request.arrival_s + request.slo.ttft_s

@@ -77,11 +77,14 @@ class SlackPlacement(LengthAwarePlacement):
         if rejected is not None:
             return rejected
         if not is_feasible and not self._has_room_for_late(view, request):
+            assign_pass.note_late_held(request, "seats")
             return Hold(request_id=request.request_id, reason="seats")
         # One that will be late waits on the engine behind those that are. So these count for it alone.
         free_at_s = find_free_at_s(request, view) if is_feasible else view.free_at_s + view.late_s
         ahead_s = free_at_s - assign_pass.now
         if credit_s and ahead_s > credit_s:
+            if not is_feasible:
+                assign_pass.note_late_held(request, "late_binding")
             return Hold(request_id=request.request_id, reason="late_binding")
         self.waiting_order.note_placed(assign_pass.now, request, done_s - max(free_at_s, assign_pass.now))
         self.usual.note_placed(request.prompt_tokens, request.slo.ttft_s)
