@@ -50,7 +50,9 @@ def test_a_new_policy_orders_what_waits_and_what_runs() -> None:
     queues: dict[str, Any] = {"waiting": PriorityRequestQueue(), "kv_holding_waiting": PriorityRequestQueue()}
     running = []
     for number in range(9):
-        request = WaitingRequest(request_id=str(number), num_computed_tokens=0, num_tokens=8, priority=0)
+        request = WaitingRequest(
+            request_id=str(number), num_computed_tokens=0, num_tokens=8, priority=0, num_prompt_tokens=8, max_tokens=4
+        )
         tracked = TrackedRequest(
             request=request,  # type: ignore[arg-type]
             extras=RequestExtras(),
