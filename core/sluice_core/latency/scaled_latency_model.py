@@ -7,6 +7,11 @@ from sluice_core.latency.prefill_time import PrefillCoefficients
 from sluice_core.records import IterationShape
 
 
+def scale_latency(model: LatencyModel, factor: float) -> LatencyModel:
+    """Make a model wrong by a factor; 1: it is the model itself."""
+    return model if factor == 1.0 else ScaledLatencyModel(model, factor)
+
+
 class ScaledLatencyModel:
     """Estimates as another model does, times a factor; a ``LatencyModel`` that does not learn.
 

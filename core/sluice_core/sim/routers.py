@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sluice_core.latency import LatencyModel
-from sluice_core.latency.scaled_latency_model import ScaledLatencyModel
+from sluice_core.latency.scaled_latency_model import scale_latency
 from sluice_core.records import EngineId, PrefillRequest, RequestId
 from sluice_core.router_shares import choose_owner
 from sluice_core.scheduling.engine_state import EngineLoad
@@ -84,7 +84,7 @@ class SimRouter:
 
     def add_engine(self, setup: EngineSetup, latency: LatencyModel) -> None:
         """Add an engine to the table; it knows of its iterations what the engine itself does, but for the factor."""
-        self._profiles[setup.engine_id] = latency if self._factor == 1.0 else ScaledLatencyModel(latency, self._factor)
+        self._profiles[setup.engine_id] = scale_latency(latency, self._factor)
         config = EngineConfig(
             block_size_tokens=setup.block_size_tokens,
             kv_bytes_per_token=setup.kv_bytes_per_token,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice_core.latency import LatencyModel, OnlineLatencyModel
-from sluice_core.latency.scaled_latency_model import ScaledLatencyModel
+from sluice_core.latency.scaled_latency_model import scale_latency
 from sluice_core.records import EngineId
 from sluice_core.scheduling.engine_policy import EnginePolicy, RequestKind
 from sluice_core.sim.block_table import BlockTable
@@ -88,7 +88,10 @@ class SchedulerState:
         self.cache: PrefixCache | None = None
         if hash_block_tokens is not None:
             self.cache = PrefixCache(setup.kv_blocks_total, setup.block_size_tokens, hash_block_tokens)
-        self.latency = _make_latency(setup)
+        # What the policy and the routers know of how long iterations take.
+        self.latency: LatencyModel = (
+            OnlineLatencyModel() if setup.learns_latency else scale_latency(setup.profile, setup.latency_factor)
+        )
         self.selector = selector = policy.make_selector(self.latency)
         self.prefills = (
             PrefillQueue(setup, policy, self.cache, takes_by_chunk=schedules_ahead)
@@ -175,10 +178,3 @@ class SchedulerState:
             prefills.deferred_cached_blocks += num_cached
         elif prefills.freed is not None:
             prefills.freed.free(num_blocks, num_cached)
-
-
-def _make_latency(setup: EngineSetup) -> LatencyModel:
-    """Make what an engine's policy and its routers know of how long its iterations take."""
-    if setup.learns_latency:
-        return OnlineLatencyModel()
-    return setup.profile if setup.latency_factor == 1.0 else ScaledLatencyModel(setup.profile, setup.latency_factor)
