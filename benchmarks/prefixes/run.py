@@ -53,51 +53,16 @@ BALANCE_ABS_THRESHOLD = 64
 BALANCE_REL_THRESHOLD = 1.5
 
 
-class SessionAffinity(PlacementPolicy):
-    """Each conversation on one engine, by rendezvous hashing of its beginning: what a router can do without reports.
-
-    Args:
-        parameters: Not used.
-        rng: Not used.
-        num_records: Not used.
-    """
-
-    sessions: dict[str, tuple[int, ...]] = {}  # noqa: RUF012 - of the run under way, by request
-
-    def __init__(self, parameters: StrategyParameters, rng: random.Random, num_records: int = 0) -> None:
-        del parameters, rng, num_records
-
-    def assign(self, now: float, waiting: Iterable[PrefillRequest], engines: EngineTable) -> list[Decision]:
-        """See ``PlacementPolicy.assign``."""
-        return [self._place(now, request, engines) for request in waiting]
-
-    def _place(self, now: float, request: PrefillRequest, engines: EngineTable) -> Decision:
-        session = self.sessions[request.request_id]
-        takers = [state for state in engines.list_loads() if state.reported_at_s is not None]
-        if not takers:
-            return Hold(request_id=request.request_id, reason="no_engine")
-        chosen = max(takers, key=lambda state: hashlib.sha256(f"{session}/{state.engine_id}".encode()).digest())
-        tokens = request.prompt_tokens
-        engines.record_placement(
-            chosen.engine_id, request.request_id, now, tokens=tokens, kv_tokens=tokens, execute_s=0.0, is_recovery=False
-        )
-        return Place(
-            request_id=request.request_id,
-            engine_id=chosen.engine_id,
-            predicted_ttft_s=math.inf,
-            reason="affinity",
-            is_feasible=True,
-        )
-
-
-class ScoredPlacement(PlacementPolicy):
-    """Takes the engine with the highest score.
+class ChosenPlacement(PlacementPolicy):
+    """Places each prompt at once, on an engine that has reported.
 
     Args:
         parameters: Not used.
         rng: Breaks ties.
         num_records: Not used.
     """
+
+    reason = ""
 
     def __init__(self, parameters: StrategyParameters, rng: random.Random, num_records: int = 0) -> None:
         del parameters, num_records
@@ -107,16 +72,15 @@ class ScoredPlacement(PlacementPolicy):
         """See ``PlacementPolicy.assign``."""
         return [self._place(now, request, engines) for request in waiting]
 
-    def score(self, request: PrefillRequest, engines: Collection[EngineState]) -> list[float]:
-        """Scores each engine; the highest is taken."""
+    def choose(self, request: PrefillRequest, engines: Collection[EngineState]) -> EngineState:
+        """Chooses the engine of a prompt."""
         raise NotImplementedError
 
     def _place(self, now: float, request: PrefillRequest, engines: EngineTable) -> Decision:
         takers = [state for state in engines.list_loads() if state.reported_at_s is not None]
         if not takers:
             return Hold(request_id=request.request_id, reason="no_engine")
-        scores = self.score(request, takers)
-        chosen = self._rng.choice([state for state, score in zip(takers, scores, strict=True) if score == max(scores)])
+        chosen = self.choose(request, takers)
         tokens = request.prompt_tokens
         engines.record_placement(
             chosen.engine_id,
@@ -131,9 +95,36 @@ class ScoredPlacement(PlacementPolicy):
             request_id=request.request_id,
             engine_id=chosen.engine_id,
             predicted_ttft_s=math.inf,
-            reason="score",
+            reason=self.reason,
             is_feasible=True,
         )
+
+
+class SessionAffinity(ChosenPlacement):
+    """Each conversation on one engine, by rendezvous hashing of its beginning: what a router can do without reports."""
+
+    reason = "affinity"
+    sessions: dict[str, tuple[int, ...]] = {}  # noqa: RUF012 - of the run under way, by request
+
+    def choose(self, request: PrefillRequest, engines: Collection[EngineState]) -> EngineState:
+        """See ``ChosenPlacement.choose``."""
+        session = self.sessions[request.request_id]
+        return max(engines, key=lambda state: hashlib.sha256(f"{session}/{state.engine_id}".encode()).digest())
+
+
+class ScoredPlacement(ChosenPlacement):
+    """Takes the engine with the highest score."""
+
+    reason = "score"
+
+    def score(self, request: PrefillRequest, engines: Collection[EngineState]) -> list[float]:
+        """Scores each engine; the highest is taken."""
+        raise NotImplementedError
+
+    def choose(self, request: PrefillRequest, engines: Collection[EngineState]) -> EngineState:
+        """See ``ChosenPlacement.choose``."""
+        scores = self.score(request, engines)
+        return self._rng.choice([state for state, score in zip(engines, scores, strict=True) if score == max(scores)])
 
 
 class LlmdPlacement(ScoredPlacement):
