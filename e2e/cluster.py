@@ -28,7 +28,7 @@ from sluice_cli.local_cluster.cluster_directory import ClusterDirectory
 from sluice_cli.local_cluster.status_reader import read_cluster_status
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from workload import Request
 
@@ -279,6 +279,24 @@ class Result:
         self.finish_reason = delta.finish_reason
         self.num_hand_offs = delta.usage.num_hand_offs
         self.tpot_ms = delta.usage.tpot_ms
+
+
+async def stream_through_fault(
+    cluster: Cluster, requests: Sequence[Request], due_tokens: int, fault: Callable[[], object]
+) -> list[Result]:
+    """Stream requests, cause a fault once so many tokens of all have come, and return the answers."""
+    results = [Result(name=request.name) for request in requests]
+    async with cluster.client() as client:
+        pairs = zip(requests, results, strict=True)
+        tasks = [asyncio.create_task(client.generate(request, result=result)) for request, result in pairs]
+        async with asyncio.timeout(60):
+            while sum(len(result.token_ids) for result in results) < due_tokens:  # noqa: ASYNC110  streams have no event
+                await asyncio.sleep(0.01)
+        done = sum(task.done() for task in tasks)
+        await asyncio.to_thread(fault)
+        await asyncio.wait_for(asyncio.gather(*tasks), 120)
+    assert done < len(tasks), "the fault came only after the streams had ended"
+    return results
 
 
 def is_idle(status: dict[str, Any]) -> bool:

@@ -12,32 +12,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import random
 import signal
 import statistics
 import sys
-import tempfile
 import time
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 import httpx
 import psutil
-import yaml
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "e2e")]
 
-import workload  # noqa: E402 - found by the path above
-from cluster import Cluster, Result, run_cluster  # noqa: E402
-from examples import tiny_model  # noqa: E402
+from cluster import Cluster, Result  # noqa: E402 - found by the path above
+from soak_cluster import Soak, run_soak_cluster  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import workload
 
 PORTS = "29200-29399"
 SERVICE_PORT = 29200
@@ -51,25 +46,17 @@ SAMPLE_S = 2.0
 MOST_GROWTH = 1.1
 
 
-class Soak:
-    """Clients, kills and measurements.
+class LoadSoak(Soak):
+    """Clients, kills and measurements; see ``Soak``.
 
-    Args:
-        cluster: Under load.
-        known: Requests with the answers of stock vLLM.
-        rng: Of what is random.
+    Attributes:
+        memory: Of each router's process, in MiB.
     """
 
     def __init__(
         self, cluster: Cluster, known: list[tuple[workload.Request, workload.Answer]], rng: random.Random
     ) -> None:
-        self.cluster = cluster
-        self.rng = rng
-        self.known: Iterator[tuple[workload.Request, workload.Answer]] = itertools.cycle(known)
-        self.counts: Counter[str] = Counter()
-        self.failures: list[str] = []
-        self.is_over = False
-        # Of each router's process, in MiB.
+        super().__init__(cluster, known, rng)
         self.memory: dict[int, list[float]] = {}
 
     async def run_clients(self, num_clients: int) -> None:
@@ -93,7 +80,7 @@ class Soak:
                     async with self.cluster.client(router) as client:
                         self._check(request, answer, (await client.generate(request)).token_ids, "whole")
             except (AssertionError, httpx.HTTPError, grpc.aio.AioRpcError) as error:
-                self._fail(f"{request.name}: {type(error).__name__}: {str(error)[:200]}")
+                self.fail(f"{request.name}: {type(error).__name__}: {str(error)[:200]}")
             busy_s = time.monotonic() - begun_s
             await asyncio.sleep(busy_s * (1 - BUSY_SHARE) / BUSY_SHARE * 2 * self.rng.random())
 
@@ -132,12 +119,7 @@ class Soak:
         if token_ids == answer.token_ids:
             self.counts[f"exact, {kind}"] += 1
         else:
-            self._fail(f"{request.name}: {len(token_ids)} tokens, not those of stock vLLM")
-
-    def _fail(self, what: str) -> None:
-        self.counts["wrong"] += 1
-        self.failures.append(what)
-        print(what, flush=True)
+            self.fail(f"{request.name}: {len(token_ids)} tokens, not those of stock vLLM")
 
     async def kill_engines(self, pause_s: float) -> None:
         """Kills one engine after the other, each once all serve again."""
@@ -188,24 +170,11 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=60.0, help="mean pause between two kills")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    # Also then nothing is left behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    models = ROOT / ".sluice" / "volumes" / "models"
-    tiny_model.make_tiny_model(models / "tiny")
-    requests = workload.make_requests(200, tokens_per_hop=64)
-    answers = workload.answers(models / "tiny", requests, ROOT / ".sluice" / "e2e")
-    manifest: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "tiny-cpu.yaml").read_text())
-    manifest["spec"]["router"]["service"]["port"] = SERVICE_PORT
-    manifest["spec"]["router"]["replicas"] = 2
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        run_cluster(Path(folder) / "cluster", manifest, models=models, ports=PORTS) as cluster,
-    ):
-        cluster.wait_ready()
-        soak = Soak(cluster, list(zip(requests, answers, strict=True)), random.Random(given.seed))
+    with run_soak_cluster(
+        ports=PORTS, service_port=SERVICE_PORT, num_routers=2, num_requests=200, tokens_per_hop=64
+    ) as (cluster, known):
+        soak = LoadSoak(cluster, known, random.Random(given.seed))
         asyncio.run(soak.run(minutes=given.minutes, num_clients=given.clients, pause_s=given.pause_s))
-        cluster.wait_ready()
-        cluster.wait_idle(timeout_s=90)
     memory = soak.compare_memory()
     print(json.dumps({**soak.counts, "router MiB": memory}, indent=1))
     has_grown = any(router["at the end"] > MOST_GROWTH * router["after a third"] for router in memory)

@@ -12,35 +12,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import random
 import signal
 import sys
-import tempfile
 import time
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 import httpx
-import yaml
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "e2e")]
 
 import resuming_streams  # noqa: E402 - found by the path above
-import workload  # noqa: E402
-from cluster import Cluster, run_cluster  # noqa: E402
-from examples import tiny_model  # noqa: E402
 from examples.resumable_client import StreamError  # noqa: E402
+from soak_cluster import Soak, run_soak_cluster  # noqa: E402
 
 from sluice.v1 import control_pb2, control_pb2_grpc  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import workload
+    from cluster import Cluster
 
 PORTS = "29500-29799"
 SERVICE_PORT = 29500
@@ -48,24 +43,13 @@ SERVICE_PORT = 29500
 MIN_SERVING = 2
 
 
-class Soak:
-    """Streams, moves and kills.
-
-    Args:
-        cluster: With several routers.
-        known: Requests with the answers of stock vLLM.
-        rng: Of what is random.
-    """
+class RouterSoak(Soak):
+    """Streams, moves and kills of several routers; see ``Soak``."""
 
     def __init__(
         self, cluster: Cluster, known: list[tuple[workload.Request, workload.Answer]], rng: random.Random
     ) -> None:
-        self.cluster = cluster
-        self.rng = rng
-        self.known: Iterator[tuple[workload.Request, workload.Answer]] = itertools.cycle(known)
-        self.counts: Counter[str] = Counter()
-        self.failures: list[str] = []
-        self.is_over = False
+        super().__init__(cluster, known, rng)
         self._streams: dict[str, resuming_streams.ResumingStream] = {}
 
     def _ports(self, port: str) -> list[str]:
@@ -96,9 +80,7 @@ class Soak:
                 stream.check(answer)
                 self.counts["exact"] += 1
             except (AssertionError, StreamError, grpc.aio.AioRpcError) as error:
-                self.counts["wrong"] += 1
-                self.failures.append(f"{request.name}: {type(error).__name__}: {str(error)[:300]}")
-                print(self.failures[-1], flush=True)
+                self.fail(f"{request.name}: {type(error).__name__}: {str(error)[:300]}")
             self.counts["resumed streams"] += stream.num_resumed > 0
             self.counts["resumptions"] += stream.num_resumed
             self._streams.pop(request.name, None)
@@ -160,26 +142,13 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=2.0, help="mean pause between two kills")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    # Also then nothing is left behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    models = ROOT / ".sluice" / "volumes" / "models"
-    tiny_model.make_tiny_model(models / "tiny")
-    requests = workload.make_requests(220, tokens_per_hop=96)
-    answers = workload.answers(models / "tiny", requests, ROOT / ".sluice" / "e2e")
-    manifest: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "tiny-cpu.yaml").read_text())
-    manifest["spec"]["router"]["service"]["port"] = SERVICE_PORT
-    manifest["spec"]["router"]["replicas"] = given.routers
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        run_cluster(Path(folder) / "cluster", manifest, models=models, ports=PORTS) as cluster,
-    ):
-        cluster.wait_ready()
-        soak = Soak(cluster, list(zip(requests, answers, strict=True)), random.Random(given.seed))
+    with run_soak_cluster(
+        ports=PORTS, service_port=SERVICE_PORT, num_routers=given.routers, num_requests=220, tokens_per_hop=96
+    ) as (cluster, known):
+        soak = RouterSoak(cluster, known, random.Random(given.seed))
         started_s = time.monotonic()
         asyncio.run(soak.run(num_kills=given.kills, num_streams=given.streams, pause_s=given.pause_s))
-        cluster.wait_ready()
-        cluster.wait_idle(timeout_s=90)
-        print(json.dumps({**soak.counts, "seconds": round(time.monotonic() - started_s)}, indent=1))
+    print(json.dumps({**soak.counts, "seconds": round(time.monotonic() - started_s)}, indent=1))
     sys.exit(bool(soak.failures))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
-from cluster import Result
+from cluster import Result, stream_through_fault
 from workload import Request, make_prompt
 
 from sluice.v1 import sampling_pb2
@@ -126,17 +126,11 @@ async def test_outputs_with_a_constraint_are_the_same_where_they_are_moved_to(cl
 async def test_outputs_with_a_constraint_are_the_same_when_their_engine_is_killed(cluster: Cluster) -> None:
     undisturbed = await run_all(cluster, "undisturbed")
     requests = make_requests("killed")
-    results = [Result(name=request.name) for _, request in requests]
     due = sum(len(result.token_ids) for result in undisturbed) // 4
     before = cluster.pid("engine-0")
-    async with cluster.client() as client:
-        pairs = zip(requests, results, strict=True)
-        tasks = [asyncio.create_task(client.generate(request, result=result)) for (_, request), result in pairs]
-        async with asyncio.timeout(60):
-            while sum(len(result.token_ids) for result in results) < due:  # noqa: ASYNC110  streams have no event for it
-                await asyncio.sleep(0.01)
-        cluster.kill("engine-0", signal.SIGKILL)
-        await asyncio.wait_for(asyncio.gather(*tasks), 120)
+    results = await stream_through_fault(
+        cluster, [request for _, request in requests], due, lambda: cluster.kill("engine-0", signal.SIGKILL)
+    )
     for (constraint, _), result, expected in zip(requests, results, undisturbed, strict=True):
         check(constraint, result)
         assert result.token_ids == expected.token_ids, result.name

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from typing import TYPE_CHECKING
 
 import pytest
-from cluster import Result
+from cluster import stream_through_fault
 from test_exactness import check
 
 if TYPE_CHECKING:
@@ -25,19 +24,8 @@ ENGINES = ("engine-0", "engine-3")
 
 async def stream_through(cluster: Cluster, known: list[tuple[Request, Answer]], fault: Callable[[], object]) -> None:
     """Stream requests, cause the fault once a third of all tokens have come, and check every answer."""
-    loop = asyncio.get_running_loop()
-    results = [Result(name=request.name) for request, _ in known]
     due = sum(request.sampling["max_tokens"] for request, _ in known) // 3
-    async with cluster.client() as client:
-        pairs = zip(known, results, strict=True)
-        tasks = [asyncio.create_task(client.generate(request, result=result)) for (request, _), result in pairs]
-        async with asyncio.timeout(60):
-            while sum(len(result.token_ids) for result in results) < due:  # noqa: ASYNC110  streams have no event for it
-                await asyncio.sleep(0.01)
-        done = sum(task.done() for task in tasks)
-        await loop.run_in_executor(None, fault)
-        await asyncio.wait_for(asyncio.gather(*tasks), 120)
-    assert done < len(tasks), "the fault came only after the streams had ended"
+    results = await stream_through_fault(cluster, [request for request, _ in known], due, fault)
     for result, (_, answer) in zip(results, known, strict=True):
         check(result, answer)
 
