@@ -104,7 +104,9 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "import os, sys\n"
         "if __name__ == '__main__':\n"
         "    is_leader = os.getsid(0) == os.getpid()\n"
-        "    print(sys.argv[1:], os.environ['A'], is_leader, 'preloaded' in sys.modules, flush=True)\n"
+        # One write: two processes share the log, and print writes each of its words by itself where nothing buffers.
+        '    line = f\'{sys.argv[1:]} {os.environ["A"]} {is_leader} {"preloaded" in sys.modules}\\n\'\n'
+        "    os.write(1, line.encode())\n"
         "    sys.exit(5)\n"
     )
     (tmp_path / "preloaded.py").write_text("")
