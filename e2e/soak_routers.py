@@ -80,7 +80,8 @@ class RouterSoak(Soak):
                 stream.check(answer)
                 self.counts["exact"] += 1
             except (AssertionError, StreamError, grpc.aio.AioRpcError) as error:
-                self.fail(f"{request.name}: {type(error).__name__}: {str(error)[:300]}")
+                got = f"{len(stream.token_ids)} of {len(answer.token_ids)} tokens, resumed {stream.num_resumed} times"
+                self.fail(f"{request.name}: {got}: {type(error).__name__}: {str(error)[:300]}")
             self.counts["resumed streams"] += stream.num_resumed > 0
             self.counts["resumptions"] += stream.num_resumed
             self._streams.pop(request.name, None)

@@ -42,6 +42,22 @@ def ends(router) -> list[tuple[int, int]]:
     return [(item.slot, item.reason) for message in router.receive() for item in message.finished]
 
 
+async def test_a_router_whose_stream_breaks_behind_its_claim_is_not_told_of_the_request_by_its_id(engine):
+    """It would end there what it does not know, and its client would find the answer nowhere."""
+    first = engine.attached("router-1")
+    await first.send(submits=[resumable()])
+    second = engine.attached("router-2")
+    await claim(second)
+    second.lose_stream()
+    again = engine.attach("router-2")
+    assert [item for message in again.receive() for item in message.hello.held] == []
+    answer = await claim(again)
+    await again.send(resumes=[wire.Resume(slot=3, request_id="a", fence=answer.submit.fence)])
+    again.lose_stream()
+    held = [item.request_id for message in engine.attach("router-2").receive() for item in message.hello.held]
+    assert held == ["a"]
+
+
 @pytest.mark.parametrize("is_lost", [True, False], ids=["its router is lost", "its router seems to live"])
 async def test_another_router_goes_on_with_a_request_at_its_next_token(engine, is_lost):
     first = engine.attached("router-1")

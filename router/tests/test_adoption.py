@@ -236,6 +236,23 @@ def test_nothing_found_is_certain_only_when_every_engine_has_answered():
     assert harness.state.requests.claims == {}
 
 
+def test_an_engine_that_comes_while_others_are_asked_is_asked_too():
+    """A router that has just started knew of the others only, and said for certain that nobody has the answer."""
+    first = begin(3)
+    [owner] = [core for core in first.cores.values() if core.running]
+    owner.hold()
+    second = Harness({"p1": "P"})
+    results = claim(second)
+    second.cores[owner.engine_id] = owner
+    kept, owner.kept = owner.kept, {}
+    second._attach(owner)
+    owner.kept = kept
+    second.deliver()
+    [found] = results
+    assert found.engine.engine_id == owner.engine_id
+    assert found.is_certain
+
+
 def test_a_late_answer_about_a_request_that_went_on_elsewhere_ends_what_the_engine_has():
     harness = Harness(PD)
     found = make_found(num_output=3, reason=ABORTED)

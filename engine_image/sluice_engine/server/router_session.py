@@ -46,6 +46,7 @@ class RouterRequest:
         submitted_s: When that was.
         is_first_part: It computes the first part of a prompt, and no token.
         brings_kv: Its KV comes from another engine; parts that come ahead are found in the prefix cache.
+        is_claimed: It is held for a router that has asked for it, and has not resumed it.
     """
 
     session: RouterSession
@@ -63,6 +64,7 @@ class RouterRequest:
     submitted_s: float = 0.0
     is_first_part: bool = False
     brings_kv: bool = False
+    is_claimed: bool = False
 
     @property
     def num_output_tokens(self) -> int:
@@ -107,7 +109,10 @@ class RouterSession:
     def attach(
         self, stream: AttachStream, number: int, now_s: float, cached_blocks: Iterable[int] = ()
     ) -> list[wire.HeldRequest]:
-        """Puts a new stream in place; what runs is held until the router says what becomes of it."""
+        """Puts a new stream in place; what runs is held until the router says what becomes of it.
+
+        What the router has claimed and not resumed is left out: it does not know that by its id, and would end it.
+        """
         self.detach(now_s)
         self.prefixes = PendingPrefixes(cached_blocks)
         self.stream, self.number, self.lost_at_s = stream, number, None
@@ -117,6 +122,7 @@ class RouterSession:
                 request_id=request.request_id, fence=request.fence, num_output_tokens=request.num_output_tokens
             )
             for request in self.held.values()
+            if not request.is_claimed
         ]
 
     def detach(self, now_s: float) -> None:
@@ -150,7 +156,7 @@ class RouterSession:
             return False
         del self.held[request.core_id]
         self.by_slot[resume.slot] = request
-        request.slot, request.held_since_s = resume.slot, None
+        request.slot, request.held_since_s, request.is_claimed = resume.slot, None, False
         start = resume.next_output_index - request.first_index
         pending = self._pending
         for offset, logprobs in enumerate(request.logprobs[start:]):
@@ -191,6 +197,7 @@ class RouterSession:
     def hold(self, request: RouterRequest, now_s: float) -> None:
         """Holds a request that another router has let go."""
         request.session, request.slot, request.held_since_s = self, None, now_s
+        request.is_claimed = True
         self.held[request.core_id] = request
 
     def _take_out(self, requests: list[RouterRequest]) -> list[RouterRequest]:

@@ -236,15 +236,15 @@ class PendingClaim:
 
     Args:
         taker: Gets what was found.
-        awaited: Engines that have not answered.
         until_s: When the wait ends.
+        awaited: Engines that have not answered.
         answers: Of the engines that know it.
         has_lost_engine: An engine's stream ended before its answer came.
     """
 
     taker: ClaimTaker
-    awaited: set[EngineId]
     until_s: float
+    awaited: set[EngineId] = field(default_factory=set)
     answers: list[tuple[ConnectedEngine, engine_pb2.ClaimAnswer]] = field(default_factory=list)
     has_lost_engine: bool = False
 

@@ -6,6 +6,7 @@ from sluice.v1 import control_pb2, engine_pb2
 from sluice_core.records import EngineId
 from sluice_router.scheduling import failover, model_match, plan, wire_conversion
 from sluice_router.scheduling.entities import ConnectedEngine, EngineEndpoint
+from sluice_router.scheduling.resumption import claims
 from sluice_router.scheduling.state import EnginePool, RouterState
 
 
@@ -88,6 +89,7 @@ def attach(state: RouterState, address: str, hello: engine_pb2.EngineHello, now:
     endpoint = find_endpoint(state.engines, address)
     endpoint.engine, endpoint.last_fault = engine, ""
     failover.resume_kept_requests(state, engine, hello.held, now)
+    claims.ask_all(state, engine)
     model_match.check_model(state, engine)
     plan.configure(state, engine)
     state.status.mark_changed()

@@ -49,18 +49,25 @@ def claim(state: RouterState, key: bytes, taker: ClaimTaker, now: float) -> None
     earlier = state.requests.claims.get(key)
     if earlier is not None:
         results.append((earlier.taker, NoEngineError("the answer was asked for again", retry_after_s=MIN_RETRY_S)))
-    # Another model's answers are another tokenizer's, which this router has not.
-    engines = {
-        engine_id: engine
-        for engine_id, engine in state.engines.connected.items()
-        if not engine.serves_other_model(state.model_id)
-    }
-    pending = PendingClaim(taker=taker, awaited=set(engines), until_s=now + state.limits[CLAIM_TIMEOUT_S])
+    pending = PendingClaim(taker=taker, until_s=now + state.limits[CLAIM_TIMEOUT_S])
     state.requests.claims[key] = pending
-    for engine in engines.values():
-        state.outbox.message_to(engine).claims.add(resume_key=key)
-    if not engines:
+    for engine in state.engines.connected.values():
+        _ask(state, engine, key, pending)
+    if not pending.awaited:
         _conclude(state, key, pending)
+
+
+def ask_all(state: RouterState, engine: ConnectedEngine) -> None:
+    """Asks an engine that has just come for all that is looked for: it counts among those that have answered."""
+    for key, pending in state.requests.claims.items():
+        _ask(state, engine, key, pending)
+
+
+def _ask(state: RouterState, engine: ConnectedEngine, key: bytes, pending: PendingClaim) -> None:
+    # Another model's answers are another tokenizer's, which this router has not.
+    if not engine.serves_other_model(state.model_id):
+        pending.awaited.add(engine.engine_id)
+        state.outbox.message_to(engine).claims.add(resume_key=key)
 
 
 def take_answer(state: RouterState, engine: ConnectedEngine, answer: engine_pb2.ClaimAnswer) -> None:
