@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import signal
 import sys
@@ -15,6 +16,8 @@ import workload
 import yaml
 from cluster import Cluster, run_cluster
 from examples import tiny_model
+
+from sluice_core.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     import random
@@ -47,6 +50,14 @@ class Soak:
         self.counts["wrong"] += 1
         self.failures.append(what)
         print(what, flush=True)
+
+    async def switch_strategies(self, pause_s: float) -> None:
+        """Puts a drawn strategy in force after each drawn pause."""
+        while not self.is_over:
+            await asyncio.sleep(self.rng.uniform(0.5, 1.5) * pause_s)
+            title = self.rng.choice(sorted(strategy.title for strategy in STRATEGIES.values()))
+            self.cluster.edit(lambda spec, title=title: spec.update(strategy=title))
+            self.counts[f"switched to {title}"] += 1
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""A steady load of clients that behave badly, while engines are killed: no token is lost, and no router grows.
+"""A steady load of clients that behave badly, while engines are killed and strategies are switched.
+
+No token is lost, and no router grows.
 
     python e2e/soak_load.py --minutes 60
 
@@ -139,15 +141,19 @@ class LoadSoak(Soak):
                 self.memory.setdefault(record["pid"], []).append(rss / 2**20)
             await asyncio.sleep(SAMPLE_S)
 
-    async def run(self, *, minutes: float, num_clients: int, pause_s: float) -> None:
+    async def run(self, *, minutes: float, num_clients: int, pause_s: float, switch_s: float) -> None:
         """Runs all of it."""
         async with asyncio.TaskGroup() as tasks:
-            killer = tasks.create_task(self.kill_engines(pause_s))
+            faults = [
+                tasks.create_task(self.kill_engines(pause_s)),
+                tasks.create_task(self.switch_strategies(switch_s)),
+            ]
             tasks.create_task(self.measure())
             tasks.create_task(self.run_clients(num_clients))
             await asyncio.sleep(minutes * 60)
             self.is_over = True
-            killer.cancel()
+            for task in faults:
+                task.cancel()
 
     def compare_memory(self) -> list[dict[str, float]]:
         """Of each router, the memory in the second and in the last third of the time, in MiB."""
@@ -168,13 +174,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--pause-s", type=float, default=60.0, help="mean pause between two kills")
+    parser.add_argument("--switch-s", type=float, default=45.0, help="mean pause between two switches of the strategy")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     with run_soak_cluster(
         ports=PORTS, service_port=SERVICE_PORT, num_routers=2, num_requests=200, tokens_per_hop=64
     ) as (cluster, known):
         soak = LoadSoak(cluster, known, random.Random(given.seed))
-        asyncio.run(soak.run(minutes=given.minutes, num_clients=given.clients, pause_s=given.pause_s))
+        asyncio.run(
+            soak.run(minutes=given.minutes, num_clients=given.clients, pause_s=given.pause_s, switch_s=given.switch_s)
+        )
     memory = soak.compare_memory()
     print(json.dumps({**soak.counts, "router MiB": memory}, indent=1))
     has_grown = any(router["at the end"] > MOST_GROWTH * router["after a third"] for router in memory)

@@ -3,8 +3,8 @@
     python e2e/soak_routers.py --kills 900
 
 Half of the clients use HTTP (``examples/resumable_client.py``), half gRPC. Meanwhile requests are moved between
-engines at random, and every second kill follows such a move at once: between grant and hand-off. ``sluice up``
-starts killed routers again, later and later; at least one is always left.
+engines at random, and every second kill follows such a move at once: between grant and hand-off. Strategies are
+switched too. ``sluice up`` starts killed routers again, later and later; at least one is always left.
 """
 
 from __future__ import annotations
@@ -126,12 +126,14 @@ class RouterSoak(Soak):
                     serving[name] = int(record["pid"])
         return serving
 
-    async def run(self, *, num_kills: int, num_streams: int, pause_s: float) -> None:
+    async def run(self, *, num_kills: int, num_streams: int, pause_s: float, switch_s: float) -> None:
         """Runs all of it."""
-        clients = asyncio.create_task(self.run_clients(num_streams))
-        await self.kill(num_kills, pause_s)
-        self.is_over = True
-        await clients
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.run_clients(num_streams))
+            switches = tasks.create_task(self.switch_strategies(switch_s))
+            await self.kill(num_kills, pause_s)
+            self.is_over = True
+            switches.cancel()
 
 
 def main() -> None:
@@ -141,6 +143,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--routers", type=int, default=6, help="sluice up waits up to 30 s to start one again")
     parser.add_argument("--pause-s", type=float, default=2.0, help="mean pause between two kills")
+    parser.add_argument("--switch-s", type=float, default=20.0, help="mean pause between two switches of the strategy")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     with run_soak_cluster(
@@ -148,7 +151,9 @@ def main() -> None:
     ) as (cluster, known):
         soak = RouterSoak(cluster, known, random.Random(given.seed))
         started_s = time.monotonic()
-        asyncio.run(soak.run(num_kills=given.kills, num_streams=given.streams, pause_s=given.pause_s))
+        asyncio.run(
+            soak.run(num_kills=given.kills, num_streams=given.streams, pause_s=given.pause_s, switch_s=given.switch_s)
+        )
     print(json.dumps({**soak.counts, "seconds": round(time.monotonic() - started_s)}, indent=1))
     sys.exit(bool(soak.failures))
 

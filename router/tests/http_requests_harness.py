@@ -7,6 +7,7 @@ import contextlib
 import httpx
 
 from sluice_router.api.http.http_api import HttpApi, HttpSettings
+from sluice_router.security.access_control import OPEN_ACCESS
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -20,9 +21,9 @@ def make_chat(**fields):
 
 
 @contextlib.asynccontextmanager
-async def serving_client(plane, text):
+async def serving_client(plane, text, access=OPEN_ACCESS):
     """A client of a router's HTTP API in front of a fake data plane."""
-    api = HttpApi(plane, text, HttpSettings(max_body_bytes=20_000))
+    api = HttpApi(plane, text, HttpSettings(max_body_bytes=20_000), access=access)
     port = await api.start("127.0.0.1", 0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
         yield client

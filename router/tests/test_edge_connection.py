@@ -148,7 +148,7 @@ class Table:
             write_buffer_bytes=1000,
             max_paused_s=1.5,
             clock=lambda: self.now_s,
-            name_request=lambda _: "req-7",
+            mark=lambda _: {"x-request-id": "req-7"},
         )
         loop = asyncio.get_running_loop()
         self.server = EdgeServer(self.handle, settings, loop, access_log=None, keepalive_timeout=60)

@@ -12,6 +12,7 @@ from http_requests_harness import make_chat, make_completion, serving_client
 
 from sluice_router.errors import NoEngineError, ShuttingDownError
 from sluice_router.scheduling.requests import ServedModel
+from sluice_router.security.access_control import ClientAccess
 
 
 @pytest.fixture
@@ -197,10 +198,13 @@ async def test_no_plan_yet_is_not_an_unknown_model(client, plane):
     assert (await client.get("/v1/models")).json()["data"] == []
 
 
-async def test_our_own_fault_is_an_answer_too(client, plane):
+async def test_our_own_fault_is_an_answer_too(plane, text):
     plane.refusal = ZeroDivisionError("a bug")
-    response = await client.post("/v1/completions", json=make_completion())
+    page = "https://chat.example.com"
+    async with serving_client(plane, text, ClientAccess(origins=frozenset({page}))) as client:
+        response = await client.post("/v1/completions", json=make_completion(), headers={"Origin": page})
     assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+    assert response.headers["access-control-allow-origin"] == page
     assert "a bug" not in response.text
     # What the client can tell is what the log says.
     shown = response.headers["x-request-id"]

@@ -151,7 +151,7 @@ class HttpApi:
             write_buffer_bytes=settings.write_buffer_bytes,
             max_paused_s=settings.slow_readers.max_paused_s,
             clock=self._plane.now,
-            name_request=self._shown_id_of,
+            mark=self._mark,
         )
         server = EdgeServer(
             self._handle,
@@ -327,7 +327,7 @@ class HttpApi:
         prepared: list[PreparedRequest],
         ignored: list[str],
     ) -> web.StreamResponse:
-        headers = self._mark(request, ignored)
+        headers = {**format_ignored(ignored), **self._mark(request)}
         if asks_for_resumable(request.headers):
             return await self._resumable.begin(request, body, prepared, headers, self._shown_id_of(request))
         return await self._answers.answer(request, body, prepared, headers)
@@ -339,13 +339,13 @@ class HttpApi:
             request,
             is_chat=is_chat,
             owner=request.get(OWNER, ""),
-            headers=self._mark(request, []),
+            headers=self._mark(request),
             shown_id=self._shown_id_of(request),
         )
 
-    def _mark(self, request: web.BaseRequest, ignored: list[str]) -> dict[str, str]:
+    def _mark(self, request: web.BaseRequest) -> dict[str, str]:
         cors = self._cors.find_headers(request.headers.get("Origin"))
-        return {**format_ignored(ignored), **cors, REQUEST_ID_HEADER: self._shown_id_of(request)}
+        return {**cors, REQUEST_ID_HEADER: self._shown_id_of(request)}
 
     def _describe_caller(self, request: web.BaseRequest, body: CompletionBody | ChatBody, arrival_s: float) -> Caller:
         return Caller(

@@ -39,14 +39,14 @@ class ConnectionSettings:
         write_buffer_bytes: What the transport holds before the client counts as paused.
         max_paused_s: How long a client may stay paused.
         clock: The data plane's clock.
-        name_request: The id that an answer to a request carries.
+        mark: Headers of every answer to a request: its id, and what lets a page read it.
     """
 
     header_timeout_s: float
     write_buffer_bytes: int
     max_paused_s: float
     clock: Callable[[], float]
-    name_request: Callable[[web.BaseRequest], str]
+    mark: Callable[[web.BaseRequest], dict[str, str]]
 
 
 class EdgeConnection(web.RequestHandler):
@@ -221,16 +221,20 @@ class EdgeConnection(web.RequestHandler):
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Answers what cannot be parsed, and our own faults, in OpenAI's form."""
-        shown_id = self._settings.name_request(request)
+        headers = self._settings.mark(request)
         if status >= 500:
             self.log_exception(
-                "fault while answering %s %s of request %s", request.method, request.path, shown_id, exc_info=exc
+                "fault while answering %s %s of request %s",
+                request.method,
+                request.path,
+                headers[REQUEST_ID_HEADER],
+                exc_info=exc,
             )
             body = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
         else:
             first_line = (message or "bad request").splitlines()[0]
             body = format_error(InvalidRequestError(f"malformed HTTP request: {first_line}", code="malformed_http"))
-        response = web.json_response(body, status=status, headers={REQUEST_ID_HEADER: shown_id})
+        response = web.json_response(body, status=status, headers=headers)
         response.force_close()
         return response
 
