@@ -108,6 +108,10 @@ def test_engines_leave_only_when_they_are_drained(cluster: Cluster, routers: Sta
     draining = wait_for(lambda: routers.draining, "the plan to reach the routers")
     assert len(draining) == 2
     assert set(cluster.engines) == before
+    # One that still has work holds back no other.
+    routers.stuck = {slow := min(draining)}
+    wait_for(lambda: set(cluster.engines) == before - draining | {slow}, "the end of one engine")
+    cluster.wait("Progressing", "Draining")
     routers.stuck = set()
     wait_for(lambda: len(cluster.engines) == 2, "the end of two engines")
     assert set(cluster.engines) == before - draining
@@ -237,12 +241,21 @@ def test_certificates_are_requested_once_cert_manager_is_installed(
     assert cluster.read("deployment/tiny-router")["spec"]["template"]["spec"] == before["spec"]
 
 
-def test_network_tls_is_refused_while_the_operator_has_no_certificate(cluster: Cluster) -> None:
+def test_network_tls_is_refused_while_the_operator_has_no_certificate(
+    cluster: Cluster, routers: StandInRouters
+) -> None:
     before = cluster.versions()
     cluster.edit(network={"tls": {"mode": "SecretRef", "secretName": "peers"}})
     cluster.wait("SpecValid", "NotAvailable")
     now = cluster.versions()
     assert {name for name in before if now[name] != before[name]} == {"ServingCluster/tiny"}
+    cluster.wait("Degraded", "SpecInvalid")
+    # Meanwhile the spec that was accepted last is in force, also for a pod that is new.
+    lost, pod = next(iter(cluster.engines.items()))
+    cluster.kubectl("delete", "pod", pod["metadata"]["name"])
+    wait_for(lambda: len(cluster.engines) == 4 and lost not in cluster.engines, "another pod")
+    wait_for(lambda: {part.engine_id for part in routers.plan.engines} == set(cluster.engines), "its place in the plan")
+    wait_for(lambda: cluster.roles == ["d-heavy", "d-heavy", "p-heavy", "p-heavy"], "its role")
     cluster.edit(network={"tls": None})
     cluster.wait("SpecValid", "Valid")
 
