@@ -34,15 +34,15 @@ EVERYTHING = {
     "podLabels": {"example.org/team": "serving"},
     "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy.example:3128"}],
     "networkPolicy": {"enabled": True, "egress": {"enabled": True, "apiServerCIDRs": ["10.0.0.1/32"]}},
-    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "serviceMonitor": {"enabled": True, "intervalSeconds": 7, "labels": {"release": "monitors"}},
     "prometheusRule": {
         "enabled": True,
-        "labels": {"release": "prometheus"},
+        "labels": {"release": "rules"},
         "attainmentPercent": 95,
         "runbookUrl": "https://example.org/runbook.md",
     },
     "clusterMonitors": {"enabled": False, "labels": {"release": "prometheus", "example.org/team": "a"}},
-    "dashboard": {"enabled": True},
+    "dashboard": {"enabled": True, "labels": {"grafana_dashboard": "2"}},
 }
 LEAST = {
     "replicas": 1,

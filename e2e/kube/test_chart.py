@@ -265,6 +265,38 @@ def test_values_turn_objects_on_and_off(helm: Helm) -> None:
     assert not kinds(EVERYTHING) & {"ServingCluster", "Lease", "Secret"}
 
 
+def test_fields_of_pods_and_labels_of_monitors_are_as_the_values_say(helm: Helm) -> None:
+    objects = helm.template(EVERYTHING)
+    pod = one(objects, "Deployment")["spec"]["template"]
+    assert EVERYTHING["podLabels"].items() <= pod["metadata"]["labels"].items()
+    assert pod["metadata"]["annotations"] == EVERYTHING["podAnnotations"]
+    for name in ("nodeSelector", "tolerations", "affinity", "priorityClassName"):
+        assert pod["spec"][name] == EVERYTHING[name]
+    assert pod["spec"]["imagePullSecrets"] == [{"name": "pull"}]
+    (container,) = pod["spec"]["containers"]
+    assert container["image"] == f"registry.example/sluice-operator@sha256:{'0' * 64}"
+    assert all(item in container["env"] for item in EVERYTHING["extraEnv"])
+    assert one(objects, "ServiceAccount")["metadata"]["annotations"] == {"example.org/role": "a"}
+    monitor = one(objects, "ServiceMonitor")
+    assert monitor["metadata"]["labels"]["release"] == "monitors"
+    assert [part["interval"] for part in monitor["spec"]["endpoints"]] == ["7s"]
+    assert one(objects, "PrometheusRule")["metadata"]["labels"]["release"] == "rules"
+
+
+@pytest.mark.parametrize("cidrs", [[], ["10.0.0.1/32", "fd00::/64"]])
+def test_the_operator_reaches_names_routers_and_the_api_server_alone(helm: Helm, cidrs: list[str]) -> None:
+    egress = {"enabled": True, "apiServerCIDRs": cidrs, "apiServerPorts": [8443]}
+    policy = one(helm.template({"networkPolicy": {"egress": egress}}), "NetworkPolicy")["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    dns, routers, api_server = policy["egress"]
+    assert dns == {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
+    assert "podSelector" in routers["to"][0]
+    assert api_server.pop("ports") == [{"protocol": "TCP", "port": 8443}]
+    assert api_server == ({"to": [{"ipBlock": {"cidr": cidr}} for cidr in cidrs]} if cidrs else {})
+    # Without it, everything goes out as before.
+    assert one(helm.template({}), "NetworkPolicy")["spec"]["policyTypes"] == ["Ingress"]
+
+
 def test_the_operator_mounts_a_certificate_with_its_peer_name(helm: Helm) -> None:
     def mounted(objects: list[Object]) -> dict[str, str]:
         pod = one(objects, "Deployment")["spec"]["template"]["spec"]
@@ -302,7 +334,7 @@ def test_alerts_have_no_link_where_nobody_says_what_it_leads_to(helm: Helm) -> N
 def test_the_dashboard_is_rendered_unchanged(helm: Helm) -> None:
     found = one(helm.template(EVERYTHING), "ConfigMap")
     assert json.loads(found["data"]["sluice.json"]) == json.loads((CHART / "files" / "dashboard.json").read_text())
-    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "2"
 
 
 def test_object_names_fit_for_the_longest_release_name(helm: Helm) -> None:

@@ -21,7 +21,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 
 from sluice_engine.server.prometheus_metrics import EngineCollector
-from sluice_operator.api.condition_types import REASONS, ConditionType
+from sluice_operator.api.condition_types import REASONS, ConditionType, Reason
 from sluice_operator.api.ports import MAX_WORKERS
 from sluice_operator.api.router_workers import control_port
 from sluice_operator.autotune import search_process
@@ -385,13 +385,19 @@ def test_variables_of_the_dashboard_are_defined() -> None:
 def test_each_condition_has_an_alert_on_its_metric(condition: ConditionType) -> None:
     """By the metric's own labels, with a status and reasons that the condition can have."""
     expressions = [rule["expr"] for group in ALERTS["groups"] for rule in group["rules"]]
-    (own,) = (expression for expression in expressions if f'condition="{condition}"' in expression)
-    selector = dict(re.findall(r'(\w+)="([^"]*)"', own))
-    assert own.count("sluice_operator_cluster_condition{") == 1
-    assert set(selector) - SCRAPED <= set(CONDITION_LABELS)
-    bad = "True" if condition is ConditionType.DEGRADED else "False"
-    assert selector["status"] == bad
-    assert selector.get("reason", REASONS[condition][0]) in REASONS[condition]
+    own = [expression for expression in expressions if f'condition="{condition}"' in expression]
+    assert own
+    alerted = set()
+    for expression in own:
+        selector = dict(re.findall(r'(\w+)="([^"]*)"', expression))
+        assert expression.count("sluice_operator_cluster_condition{") == 1
+        assert set(selector) - SCRAPED <= set(CONDITION_LABELS)
+        bad = "True" if condition is ConditionType.DEGRADED else "False"
+        assert selector["status"] == bad
+        alerted |= {selector["reason"]} if "reason" in selector else set(REASONS[condition])
+    assert alerted <= set(REASONS[condition])
+    # Whichever search it is: without its answers a cluster stays as it is.
+    assert Reason.SEARCH_FAILED not in REASONS[condition] or Reason.SEARCH_FAILED in alerted
 
 
 def test_alerts_say_how_bad_it_is_and_what_it_means() -> None:

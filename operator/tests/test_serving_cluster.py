@@ -143,7 +143,11 @@ REFUSED = [
         "taichi",
         "spec.strategy: 'taichi' is not one of 'TaiChi', 'Aggregated', 'Disaggregated', 'DynaServe', 'FlowPrefill',",
     ),
-    ("spec.parameters.earlyRejection", False, "which is what YAML reads for a bare Off: write Disabled"),
+    (
+        "spec.parameters.earlyRejection",
+        False,
+        "'Random' or 'Reject'; use one of them: YAML reads a bare Off as false, so write Disabled",
+    ),
     ("spec.replica", 2, "spec.replica: is not a field of ServingCluster; remove it (did you mean replicas?)"),
     ("spec.engine.xyz", 2, "spec.engine.xyz: is not a field of ServingCluster; remove it (known here: affinity, "),
     ("spec.model.source", {}, "spec.model.source: '{}' must hold exactly one of huggingFace"),
@@ -188,6 +192,17 @@ REFUSED = [
 @pytest.mark.parametrize(("path", "value", "message"), REFUSED, ids=[f"{path}={value}" for path, value, _ in REFUSED])
 def test_a_refusal_names_field_value_and_limit(path: str, value: object, message: str) -> None:
     assert any(message in problem for problem in problems(edit(path, value)))
+
+
+@pytest.mark.parametrize(
+    ("path", "limit"),
+    [
+        ("spec.network.mode", "is not one of 'TCP' or 'RDMA'; use one of them"),
+        ("spec.replicas", "is not a whole number; write one without quotes"),
+    ],
+)
+def test_no_refusal_advises_what_the_field_does_not_take(path: str, limit: str) -> None:
+    assert f"{path}: False {limit}" in problems(edit(path, value=False))
 
 
 @pytest.mark.parametrize(

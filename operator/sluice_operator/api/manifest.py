@@ -99,7 +99,8 @@ def _describe(details: ErrorDetails) -> ManifestProblem:
         return ManifestProblem(field=field, message="is required; add it")
     if details["type"] == "extra_forbidden":
         return ManifestProblem(field=field, message=_describe_unknown(location))
-    hint = ", which is what YAML reads for a bare Off: write Disabled" if details["input"] is False else ""
+    is_bare_off = details["input"] is False and "'Disabled'" in details.get("ctx", {}).get("expected", "")
+    hint = ": YAML reads a bare Off as false, so write Disabled" if is_bare_off else ""
     return ManifestProblem(field=field, message=f"{_show(details['input'])} {_describe_limit(details)}{hint}")
 
 
