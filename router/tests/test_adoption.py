@@ -216,6 +216,23 @@ def test_the_last_owner_goes_on_and_what_others_have_ends(first):
     assert not harness.cores["d0"].aborted_held
 
 
+@pytest.mark.parametrize("first", ["p0", "d0"])
+def test_of_two_ends_with_one_fence_the_one_with_more_tokens_counts(first):
+    """A submit under way was refused after a claim; who had claimed went on, and died too."""
+    harness = Harness(PD)
+    results = claim(harness)
+    for core in harness.cores.values():
+        core.ignores_claims = True
+    harness.deliver()
+    for name in [first, *(PD.keys() - {first})]:
+        found = make_found(num_output={"p0": 3, "d0": 6}[name], reason=ABORTED)
+        answer = engine_pb2.ClaimAnswer(resume_key=KEY, submit=found.submit, ended=found.ended)
+        harness.router.handle_message(harness.engines[name], engine_pb2.AttachResponse(claim_answers=[answer]))
+    harness.deliver()
+    [found] = results
+    assert len(found.output_token_ids) == 6
+
+
 def test_nothing_found_is_certain_only_when_every_engine_has_answered():
     harness = Harness(PD)
     results = claim(harness)

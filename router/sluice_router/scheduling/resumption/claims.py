@@ -107,8 +107,7 @@ def _conclude(state: RouterState, key: bytes, pending: PendingClaim) -> None:
     if not pending.answers:
         results.append((pending.taker, _explain_absence(state, pending)))
         return
-    # An engine that runs it is the owner, if another has the end of a part with the same fence.
-    pending.answers.sort(key=lambda item: (item[1].submit.fence, not item[1].HasField("ended")))
+    pending.answers.sort(key=lambda item: _rank(item[1]))
     *others, (engine, answer) = pending.answers
     for other, old in others:
         _drop(state, other, old)
@@ -123,6 +122,15 @@ def _conclude(state: RouterState, key: bytes, pending: PendingClaim) -> None:
         is_certain=_is_certain(state, pending),
     )
     results.append((pending.taker, found))
+
+
+def _rank(answer: engine_pb2.ClaimAnswer) -> tuple[int, bool, int]:
+    """Ranks what an engine knows of a request; the last owner's is highest.
+
+    Parts may have the same fence: an engine that runs one is the owner. Of two that have ended, one was refused,
+    because the request had been claimed. The other one went on from there, and has more tokens.
+    """
+    return answer.submit.fence, not answer.HasField("ended"), len(answer.submit.output_token_ids)
 
 
 def _gather_logprobs(
