@@ -33,7 +33,7 @@ OPTIONAL = {"type": "object", "properties": PARTS, "additionalProperties": False
 SHAPELESS = {"type": "object", "properties": PARTS}
 MULTIPLES = {"type": "number", "multipleOf": 3}
 REGEX = r"(ab|cd|ef){3}[0-9]{40,90}(xy){20,90}!"
-GRAMMAR = 'start: item ("," item)* "."\nitem: /[0-9]{1,12}/ | "(" start ")"'
+GRAMMAR = 'start: item ("," item)* "."\nitem: /[0-9]{90,150}/ | "(" start ")"'
 CHOICES = ["left of the house", "right of the house", "behind it"]
 
 
