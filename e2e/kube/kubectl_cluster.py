@@ -126,3 +126,23 @@ def _render_version(item: dict[str, Any]) -> str:
     if item["kind"] == "Pod":
         return json.dumps([metadata["labels"], metadata.get("annotations")])
     return str(metadata["resourceVersion"])
+
+
+def read_image(pod_spec: dict[str, Any]) -> str:
+    """Reads the image of an engine."""
+    image: str = pod_spec["containers"][0]["image"]
+    return image
+
+
+def read_images(cluster: KubectlCluster) -> set[str]:
+    """Reads the images of a cluster's engines, also of those that end."""
+    return {read_image(pod["spec"]) for pod in cluster.engines.values()}
+
+
+def find_turn(cluster: KubectlCluster) -> tuple[str, str]:
+    """Finds when the first engine of a cluster was created and when the last one became Ready, by Kubernetes' clock."""
+    pods = cluster.engines.values()
+    ready = [
+        item["lastTransitionTime"] for pod in pods for item in pod["status"]["conditions"] if item["type"] == "Ready"
+    ]
+    return min(pod["metadata"]["creationTimestamp"] for pod in pods), max(ready)

@@ -9,10 +9,19 @@ from __future__ import annotations
 import signal
 import time
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from kubectl_cluster import CHILDREN, PATIENCE_S, KubectlCluster, make_manifest, wait_for
+from kubectl_cluster import (
+    CHILDREN,
+    PATIENCE_S,
+    KubectlCluster,
+    find_turn,
+    make_manifest,
+    read_image,
+    read_images,
+    wait_for,
+)
 from operator_process import Operator, Replicas, make_access
 from stand_in_router import StandInRouters, run_stand_in_routers
 from testbed.fake_nodes import is_ready, make_node
@@ -401,7 +410,7 @@ def test_three_clusters_take_the_images_of_a_new_operator_one_after_the_other(
         engines, limit = "deployment/tiny-engine", f"--timeout={2 * PATIENCE_S:.0f}s"
         each.kubectl("wait", f"--for=jsonpath={image}=sluice-engine:9", engines, limit)
         each.kubectl("rollout", "status", engines, limit)
-        assert {read_image(pod["spec"]) for pod in each.engines.values()} == {"sluice-engine:9"}
+        assert read_images(each) == {"sluice-engine:9"}
         each.wait("Progressing", "Settled")
     turns = sorted(find_turn(each) for each in clusters)
     print(f"first new engine, last one Ready: {turns}")
@@ -413,18 +422,3 @@ def test_three_clusters_take_the_images_of_a_new_operator_one_after_the_other(
     )
     for each in (stuck, *clusters):
         each.kubectl("delete", "slc", "tiny")
-
-
-def read_image(pod_spec: dict[str, Any]) -> str:
-    """Reads the image of an engine."""
-    image: str = pod_spec["containers"][0]["image"]
-    return image
-
-
-def find_turn(cluster: Cluster) -> tuple[str, str]:
-    """Finds when the first engine of a cluster was created and when the last one became Ready, by Kubernetes' clock."""
-    pods = cluster.engines.values()
-    ready = [
-        item["lastTransitionTime"] for pod in pods for item in pod["status"]["conditions"] if item["type"] == "Ready"
-    ]
-    return min(pod["metadata"]["creationTimestamp"] for pod in pods), max(ready)
