@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from data_plane_harness import CheckingResponseStream, Harness, make_request
-from fake_engine import RESUME_S, expected_output, make_plan
+from fake_engine import RESUME_S, FakeCore, expected_output, make_plan
 
 from sluice.v1 import engine_pb2, sampling_pb2
 from sluice_router.api.resumption.claimed_answers import prepare_found
@@ -46,15 +46,32 @@ def adopt(harness: Harness, found: FoundRequest, stop_at: int | None = None) -> 
     return stream
 
 
+def join(second: Harness, core: FakeCore) -> None:
+    """An engine whose router is gone comes to another one, which hears of what it holds by claims alone."""
+    core.hold()
+    second.cores[core.engine_id] = core
+    kept, core.kept = core.kept, {}
+    second._attach(core)
+    core.kept = kept
+
+
+def answer_claims(harness: Harness, answers: dict[str, FoundRequest], first: str) -> None:
+    """Has engines answer the claim under way, one of them first."""
+    for core in harness.cores.values():
+        core.ignores_claims = True
+    harness.deliver()
+    for name in [first, *(answers.keys() - {first})]:
+        found = answers[name]
+        answer = engine_pb2.ClaimAnswer(resume_key=KEY, submit=found.submit, ended=found.ended)
+        harness.router.handle_message(harness.engines[name], engine_pb2.AttachResponse(claim_answers=[answer]))
+    harness.deliver()
+
+
 def die(first: Harness) -> Harness:
     """The router dies, its engines go on; returns another router that has them all."""
     second = Harness()
-    for name, core in first.cores.items():
-        core.hold()
-        second.cores[name] = core
-        kept, core.kept = core.kept, {}
-        second._attach(core)
-        core.kept = kept
+    for core in first.cores.values():
+        join(second, core)
     second.router.apply_plan(make_plan(PD))
     second.deliver()
     return second
@@ -201,15 +218,9 @@ def test_an_aborted_request_of_full_length_needs_no_engine():
 def test_the_last_owner_goes_on_and_what_others_have_ends(first):
     harness = Harness(PD)
     results = claim(harness)
-    for core in harness.cores.values():
-        core.ignores_claims = True
-    harness.deliver()
-    names = [first, *(PD.keys() - {first})]
-    for name in names:
-        found = make_found(num_output=3, reason=None, fence={"p0": 3, "d0": 4}[name])
-        answer = engine_pb2.ClaimAnswer(resume_key=KEY, submit=found.submit)
-        harness.router.handle_message(harness.engines[name], engine_pb2.AttachResponse(claim_answers=[answer]))
-    harness.deliver()
+    fences = {"p0": 3, "d0": 4}
+    answers = {name: make_found(num_output=3, reason=None, fence=fence) for name, fence in fences.items()}
+    answer_claims(harness, answers, first)
     [found] = results
     assert (found.submit.fence, found.engine) == (4, harness.engines["d0"])
     assert len(harness.cores["p0"].aborted_held) == 1
@@ -221,14 +232,9 @@ def test_of_two_ends_with_one_fence_the_one_with_more_tokens_counts(first):
     """A submit under way was refused after a claim; who had claimed went on, and died too."""
     harness = Harness(PD)
     results = claim(harness)
-    for core in harness.cores.values():
-        core.ignores_claims = True
-    harness.deliver()
-    for name in [first, *(PD.keys() - {first})]:
-        found = make_found(num_output={"p0": 3, "d0": 6}[name], reason=ABORTED)
-        answer = engine_pb2.ClaimAnswer(resume_key=KEY, submit=found.submit, ended=found.ended)
-        harness.router.handle_message(harness.engines[name], engine_pb2.AttachResponse(claim_answers=[answer]))
-    harness.deliver()
+    numbers = {"p0": 3, "d0": 6}
+    answers = {name: make_found(num_output=number, reason=ABORTED) for name, number in numbers.items()}
+    answer_claims(harness, answers, first)
     [found] = results
     assert len(found.output_token_ids) == 6
 
@@ -257,13 +263,9 @@ def test_an_engine_that_comes_while_others_are_asked_is_asked_too():
     """A router that has just started knew of the others only, and said for certain that nobody has the answer."""
     first = begin(3)
     [owner] = [core for core in first.cores.values() if core.running]
-    owner.hold()
     second = Harness({"p1": "P"})
     results = claim(second)
-    second.cores[owner.engine_id] = owner
-    kept, owner.kept = owner.kept, {}
-    second._attach(owner)
-    owner.kept = kept
+    join(second, owner)
     second.deliver()
     [found] = results
     assert found.engine.engine_id == owner.engine_id
