@@ -49,9 +49,8 @@ def clusters(
         client.apply(
             {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": each.namespace, "labels": RESTRICTED}}
         )
-        each.create()
-    for each in made:
-        each.wait_whole()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(release.begin, made))
     yield made
     if request.node.stash.get(FAILED, False):
         print(release.describe(), *(each.describe() for each in made), sep="\n")
