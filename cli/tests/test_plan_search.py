@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from test_strategy_comparison import GOODPUTS_RPS, Formulas, make_cell
@@ -21,9 +25,6 @@ from sluice_core.planning.prediction import Interval
 from sluice_core.planning.slider_search import SearchEffort
 from sluice_core.planning.trials import SearchTrial, TrialEvaluator
 from sluice_core.sim.sim_setup import GC_THRESHOLD
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 EFFORT = SearchEffort(seeds=(3, 4), duration_s=20.0, num_compared=2)
 
@@ -127,6 +128,36 @@ def test_a_pool_answers_in_order_and_its_processes_are_told_the_problem_once(
     with TrialPool(inputs.problem, 2) as pool:
         assert pool.run(trials) == expected
     assert told == [(2, inputs.problem), {"cancel_futures": True}]
+
+
+POOL = """
+import os, time
+from sluice_cli.simulation.worker_processes import start_workers
+
+if __name__ == "__main__":
+    print(start_workers(2).submit(os.getpid).result(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    program = tmp_path / "pool.py"
+    program.write_text(POOL)
+    with subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        parent.kill()
+    end_s = time.monotonic() + 20.0
+    while _is_alive(worker):
+        assert time.monotonic() < end_s, "a worker of a killed parent runs on"
+        time.sleep(0.02)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_one_process_is_this_one_and_others_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:

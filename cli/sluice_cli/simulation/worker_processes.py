@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from sluice_core.sim import pickling  # noqa: F401 - clusters, trials and summaries go between processes
@@ -12,6 +14,7 @@ from sluice_core.sim.sim_setup import GC_THRESHOLD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from multiprocessing.process import BaseProcess
 
 TaskT = TypeVar("TaskT")
 ResultT = TypeVar("ResultT")
@@ -74,5 +77,13 @@ def start_workers(
 
 def _begin(prepare: Callable[..., None] | None, arguments: tuple[object, ...]) -> None:
     gc.set_threshold(GC_THRESHOLD)
+    if (parent := parent_process()) is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     if prepare is not None:
         prepare(*arguments)
+
+
+def _end_with(parent: BaseProcess) -> None:
+    """Ends this process with its parent: one of a killed pool would wait for tasks for ever."""
+    parent.join()
+    os._exit(1)
