@@ -87,7 +87,7 @@ class RouterSoak(Soak):
             self._streams.pop(request.name, None)
 
     async def move_one(self, router: str) -> None:
-        """Asks a router to move one of its requests."""
+        """Asks a router to move one of its requests, whichever they are."""
         names = [name for name, stream in self._streams.items() if len(stream.token_ids) > 1]
         if not names:
             return
@@ -95,9 +95,11 @@ class RouterSoak(Soak):
         with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
             async with grpc.aio.insecure_channel(self.cluster.address(router, "control")) as channel:
                 stub = control_pb2_grpc.ControlStub(channel)
-                for name in self.rng.sample(names, min(4, len(names))):
+                for name in self.rng.sample(names, len(names)):
                     asked = control_pb2.MoveRequest(request_id=name, engine_id=engine)
-                    self.counts["moves begun"] += (await stub.Move(asked, timeout=1)).is_started
+                    if (await stub.Move(asked, timeout=1)).is_started:
+                        self.counts["moves begun"] += 1
+                        return
 
     async def kill(self, num_kills: int, pause_s: float) -> None:
         """Kills routers that serve, one after the other, with random pauses; one is always left."""
