@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
-from strategy_cluster import WANTED_EVENTS, ask_until_seen, use_strategy
+from strategy_cluster import WANTED_EVENTS, ask_all, ask_until_seen, use_strategy
 
 if TYPE_CHECKING:
     from cluster import Cluster
@@ -24,6 +25,15 @@ def ecoserve(two_engines: Cluster) -> Cluster:
     """Two engines in one macro instance."""
     use_strategy(two_engines, "EcoServe")
     return two_engines
+
+
+async def count_events(cluster: Cluster) -> dict[str, int]:
+    """Splits and merges of macro instances since the router's start."""
+    async with aiohttp.ClientSession() as session, session.get(f"{cluster.url()}/metrics") as answer:
+        lines = re.findall(
+            r'^sluice_strategy_events_total{event="macro_instance_(.+)"} (.+)$', await answer.text(), re.MULTILINE
+        )
+    return {event: int(float(value)) for event, value in lines}
 
 
 async def count_switches(cluster: Cluster) -> int:
@@ -43,4 +53,17 @@ async def test_load_alone_switches_phases_and_every_token_is_exact(
     switches = await ask_until_seen(ecoserve, known[:NUM_REQUESTS], NUM_STREAMS, lambda: count_switches(ecoserve))
     print(f"phase switches: {switches}")
     assert switches >= WANTED_EVENTS
+    ecoserve.wait_idle()
+
+
+async def test_macro_instances_merge_and_split_under_streams_as_engines_go_and_come(
+    ecoserve: Cluster, known: list[tuple[Request, Answer]]
+) -> None:
+    ecoserve.edit_plan(lambda spec: spec.update(parameters={"macroInstanceLeast": 1, "macroInstanceMost": 1}))
+    for replicas, event in ((1, "merge"), (2, "split")):
+        before = (await count_events(ecoserve)).get(event, 0)
+        ecoserve.edit(lambda spec, replicas=replicas: spec.update(replicas=replicas))
+        async with asyncio.timeout(240):
+            while (await count_events(ecoserve)).get(event, 0) == before:
+                await ask_all(ecoserve, known[:NUM_STREAMS], NUM_STREAMS)
     ecoserve.wait_idle()

@@ -10,6 +10,9 @@ checked), ``cached`` (as steady; every engine has 20 KV blocks of the prompt, an
 
 Flow: ``advance`` and ``propose`` of one engine that has ``n`` decodes, with no move, and with 8 moves, per iteration.
 O(moved) shows as times that do not grow with ``n``; a plain scan of all decodes stands beside them.
+
+Macro instances (EcoServe): one decision, which finds an engine more or less than the one before it, so that a macro
+instance splits or two merge.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -146,6 +150,32 @@ def measure_placement(strategy: str, num_engines: int, case: str, num_decisions:
     }
 
 
+def measure_macro_instances(num_engines: int, num_decisions: int) -> dict[str, object]:
+    """Time decisions between which an engine comes or goes; full macro instances split and merge by it."""
+    rng = random.Random(num_engines)
+    table = make_table(rng, num_engines, "idle", has_roles=False)
+    # All are full, and the next one splits the youngest.
+    policy = get_strategy("ecoserve").make_router(
+        StrategyParameters(macro_instance_least=4, macro_instance_most=8), random.Random(1)
+    )
+    slo = Slo(ttft_s=4.0, tpot_s=0.07)
+    samples: list[int] = []
+    events: Counter[str] = Counter()
+    for number in range(num_decisions):
+        engine_id, now = EngineId("one more"), number * 1e-3
+        if number % 2:
+            table.add(engine_id, _SPEC, role=Role.PREFILL_HEAVY, chunk_size_tokens=2048)
+            table.report(engine_id, make_load(rng, "idle", 0), now)
+        elif number:
+            table.remove(engine_id)
+        request = PrefillRequest(request_id=RequestId(f"request-{number}"), arrival_s=now, prompt_tokens=500, slo=slo)
+        start = time.thread_time_ns()
+        policy.assign(now, (request,), table)
+        samples.append(time.thread_time_ns() - start)
+        events.update(policy.take_events())
+    return {"engines": num_engines, **events, "decision_us": summarize(samples)}
+
+
 def make_decodes(num_decodes: int, role: Role) -> DecodeSet:
     """Make an engine's decodes, all within their objective."""
     decodes = DecodeSet(block_size_tokens=16, max_num_seqs=2 * num_decodes)
@@ -246,7 +276,9 @@ def repeat(measure: Callable[[], dict[str, object]], key: str, num_repeats: int)
     return min((measure() for _ in range(num_repeats)), key=get_p99)
 
 
-def print_tables(placements: list[dict[str, object]], flows: list[dict[str, object]]) -> None:
+def print_tables(
+    placements: list[dict[str, object]], macro_instances: list[dict[str, object]], flows: list[dict[str, object]]
+) -> None:
     """Print what was measured."""
     print("placement, us per decision (assign + bookkeeping + record), and per load report")
     print(f"{'strategy':>8} {'engines':>8} {'case':>8} {'p50':>8} {'p99':>8} {'report p50':>11} {'report p99':>11}")
@@ -257,6 +289,15 @@ def print_tables(placements: list[dict[str, object]], flows: list[dict[str, obje
         print(
             f"{row['strategy']:>8} {row['engines']:>8} {row['case']:>8} {decision['p50']:>8} {decision['p99']:>8} "
             f"{report['p50']:>11} {report['p99']:>11}"
+        )
+    print("\nmacro instances, us per decision that finds an engine more or less")
+    print(f"{'engines':>8} {'splits':>8} {'merges':>8} {'p50':>8} {'p99':>8}")
+    for row in macro_instances:
+        decision = row["decision_us"]
+        assert isinstance(decision, dict)
+        print(
+            f"{row['engines']:>8} {row['macro_instance_split']:>8} {row['macro_instance_merge']:>8} "
+            f"{decision['p50']:>8} {decision['p99']:>8}"
         )
     print("\nflow, us per iteration of one engine (advance + propose)")
     print(f"{'decodes':>8} {'moves':>8} {'p50':>8} {'p99':>8} {'plain scan':>11}")
@@ -287,12 +328,15 @@ def main() -> None:
         for engines in ENGINES
         for case in LOAD_CASES
     ]
+    macro_instances = [
+        repeat(partial(measure_macro_instances, engines, min(num, 500)), "decision_us", repeats) for engines in ENGINES
+    ]
     flows = [
         repeat(partial(measure_flow, decodes, moves, num), "iteration_us", repeats)
         for decodes in DECODES
         for moves in (0, MOVES_PER_ITERATION)
     ]
-    print_tables(placements, flows)
+    print_tables(placements, macro_instances, flows)
     if arguments.json:
         result = {
             "benchmark": "placement",
@@ -301,6 +345,7 @@ def main() -> None:
             "load_average": os.getloadavg(),
             "target_p99_us": TARGET_P99_US,
             "placement": placements,
+            "macro_instances": macro_instances,
             "flow": flows,
         }
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -50,6 +50,24 @@ def test_a_plan_with_an_older_number_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "is_kept"),
+    [
+        ({"role": "D-heavy", "chunk_size_tokens": 64, "is_draining": True}, True),
+        ({"strategy": "EcoServe"}, False),
+        ({"parameters": {"watermark_percent": "80"}}, False),
+    ],
+)
+def test_a_plan_of_the_same_strategy_keeps_the_policy_with_what_it_has_measured(
+    changes: dict[str, Any], *, is_kept: bool
+) -> None:
+    plan = make_plan()
+    configure(plan, 1)
+    policy = plan.policy
+    assert not configure(plan, 2, **changes)[3]
+    assert (plan.policy is policy) == is_kept
+
+
+@pytest.mark.parametrize(
     ("changes", "error"),
     [
         ({"chunk_size_tokens": 513}, "chunk size 513 is not in 0..512"),
@@ -71,9 +89,10 @@ def test_a_plan_that_cannot_be_carried_out_leaves_the_one_before_it_in_force(
 def test_a_strategy_that_this_engine_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_configured("D-heavy")
     assert configure(plan, 2, strategy="DynaServe")[3] == ""
+    assert configure(plan, 3)[3] == ""
     monkeypatch.setattr(received_plan, "CAPABILITIES", frozenset())
-    assert configure(plan, 3, strategy="DynaServe", role="D-heavy") == (
-        2,
+    assert configure(plan, 4, strategy="DynaServe", role="D-heavy") == (
+        3,
         "P-heavy",
         256,
         "strategy 'dynaserve' needs split; this engine offers none of these",

@@ -358,8 +358,17 @@ def test_the_limits_of_a_strategy_end_with_it():
     rooms = [engine.room_tokens for engine in table]
     table.limit_iterations(IterationLimits(0.023))
     assert all(engine.room_tokens < room for engine, room in zip(table, rooms, strict=True))
-    harness.router.apply_plan(make_plan(PD, generation=2))
+    harness.router.apply_plan(make_plan(PD, generation=2, strategy="aggregated", strategy_parameters={}))
     assert [engine.room_tokens for engine in table] == rooms
+
+
+def test_a_policy_keeps_what_it_has_learned_while_its_strategy_stays():
+    harness = Harness(PD)
+    policy = harness.state.active.policy
+    harness.router.apply_plan(make_plan({"p0": "D", "d0": "P", "d1": "D"}, generation=2))
+    assert harness.state.active.policy is policy
+    harness.router.apply_plan(make_plan(PD, generation=3, **parameters(watermark_percent="80")))
+    assert harness.state.active.policy is not policy
 
 
 def test_decisions_outlive_a_plan_change():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
@@ -73,6 +73,10 @@ class RouterPolicy:
     def take_records(self, number: int) -> list[PlacementRecord | None]:
         """Return what is kept of the last decisions, in their order; None for one that was not kept."""
         return [None] * number
+
+    def take_events(self) -> Sequence[str]:
+        """Return what the strategy has done since it was last asked that no request shows; metrics count it by name."""
+        return ()
 
     def target(self, now: float, request: FlowRequest, engines: EngineTable) -> EngineId | None:
         """Pick the engine to ask for a grant.

@@ -70,12 +70,15 @@ class ReceivedPlan:
         role = Role(command.role)
         if not 0 <= command.chunk_size_tokens <= self._max_batch_tokens:
             raise ValueError(f"chunk size {command.chunk_size_tokens} is not in 0..{self._max_batch_tokens}")
-        strategy = get_strategy(command.strategy)
-        strategy.check_capabilities(CAPABILITIES)
-        policy = strategy.make_engine(strategy.read_parameters(command.parameters))
-        policy.bind(self._decodes, self.latency)
-        policy.observe_chunk_sizes(command.chunk_sizes_tokens)
-        self.command, self.role, self.policy = command, role, policy
+        in_force = getattr(self, "command", None)
+        if in_force is None or (in_force.strategy, in_force.parameters) != (command.strategy, command.parameters):
+            strategy = get_strategy(command.strategy)
+            strategy.check_capabilities(CAPABILITIES)
+            policy = strategy.make_engine(strategy.read_parameters(command.parameters))
+            policy.bind(self._decodes, self.latency)
+            self.policy = policy  # else it stays, with what it has measured
+        self.policy.observe_chunk_sizes(command.chunk_sizes_tokens)
+        self.command, self.role = command, role
         if command.chunk_size_tokens:
             self.last_chunk_size_tokens = command.chunk_size_tokens
         self._decodes.role = role

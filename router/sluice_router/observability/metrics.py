@@ -193,5 +193,6 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "stale_tokens": ("Tokens of a former owner, dropped.", ()),
     "sink_faults": ("Answers given up because writing them failed.", ()),
     "grpc_messages": ("Messages on engine streams.", ("direction",)),
+    "strategy_events": ("What the strategy has done that no request shows.", ("event",)),
     "plans": ("Plans received.", ("result",)),
 }

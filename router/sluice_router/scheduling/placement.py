@@ -28,6 +28,8 @@ def assign(state: RouterState, now: float) -> None:
     free = _find_placeable(state.requests)
     prefills = _select(state, free, _make_urgency(policy, now))
     decisions = policy.assign(now, prefills, state.engines.table)
+    for event in policy.take_events():
+        state.metrics.count("strategy_events", event)
     for decision, record in zip(decisions, policy.take_records(len(decisions)), strict=True):
         request = state.requests.waiting[decision.request_id]
         if isinstance(decision, Hold):

@@ -6,7 +6,6 @@ The highest (cluster uid, generation) wins. A role counts from the engine's ackn
 from __future__ import annotations
 
 import dataclasses
-import random
 
 from sluice.v1 import control_pb2, engine_pb2, plan_pb2
 from sluice_core.records import EnginePlan, Plan, Role
@@ -16,7 +15,7 @@ from sluice_core.strategies import get_strategy
 from sluice_router.errors import PlanRefusedError
 from sluice_router.scheduling import model_match, wire_conversion
 from sluice_router.scheduling.entities import ConnectedEngine
-from sluice_router.scheduling.state import ActivePlan, RouterState
+from sluice_router.scheduling.state import RouterState
 
 _UNLIMITED = 2**31 - 1
 
@@ -41,9 +40,10 @@ def apply_plan(state: RouterState, message: plan_pb2.Plan) -> None:
     if plan == state.active.plan:
         return
     state.metrics.count("plans", "applied")
-    _set_policy(state.active, plan, state.rng)
-    state.engines.table.limit_iterations(IterationLimits())
-    state.engines.table.separate_phases(separates=False)
+    if _changes_policy(state.active.plan, plan):
+        state.active.policy = get_strategy(plan.strategy).make_router(plan.parameters, state.rng)
+        state.engines.table.limit_iterations(IterationLimits())
+        state.engines.table.separate_phases(separates=False)
     state.active.plan = plan
     state.limiter.set_limits(plan.owner_limits, plan.num_routers)
     for engine in state.engines.connected.values():
@@ -124,8 +124,9 @@ def _add_to_table(table: EngineTable, engine: ConnectedEngine, role: Role) -> No
         )
 
 
-def _set_policy(active: ActivePlan, plan: Plan, rng: random.Random) -> None:
-    active.policy = get_strategy(plan.strategy).make_router(plan.parameters, rng)
+def _changes_policy(in_force: Plan | None, plan: Plan) -> bool:
+    """Says whether a plan is another strategy's; else its policy keeps what it has learned of requests."""
+    return in_force is None or (in_force.strategy, in_force.parameters) != (plan.strategy, plan.parameters)
 
 
 def _check_newer(in_force: Plan | None, message: plan_pb2.Plan) -> None:

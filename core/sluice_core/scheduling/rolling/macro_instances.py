@@ -68,8 +68,8 @@ class MacroInstances:
 
     Attributes:
         groups: The macro instances, the oldest first.
-        num_splits: Times that one became two.
-        num_merges: Times that two became one.
+        num_splits: Times that one became two since ``take_changes``.
+        num_merges: Times that two became one since then.
     """
 
     def __init__(self, least: int, most: int) -> None:
@@ -104,6 +104,12 @@ class MacroInstances:
         if had_engines and numbers:
             self.num_splits += max(0, len(self.groups) - num_groups)
             self.num_merges += max(0, num_groups - len(self.groups))
+
+    def take_changes(self) -> list[str]:
+        """Return the splits and merges since the last call, by name."""
+        changes = ["macro_instance_split"] * self.num_splits + ["macro_instance_merge"] * self.num_merges
+        self.num_splits = self.num_merges = 0
+        return changes
 
     def list_by_load(self) -> list[MacroInstance]:
         """List the macro instances, the one first that got the fewest prompt tokens per engine."""
