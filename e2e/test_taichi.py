@@ -23,6 +23,7 @@ import pytest
 import workload
 from cluster import NotReachedError, Result, run_cluster
 from prometheus_client.parser import text_string_to_metric_families
+from strategy_cluster import WANTED_EVENTS, ask_until_seen, use_strategy
 from test_exactness import check
 from workload import Request
 
@@ -503,6 +504,20 @@ async def test_flow_under_load_is_exact_and_keeps_its_pace(flowing: Cluster, kno
     assert after["backflow"] - before["backflow"] >= seen["backflow"]
     num_moves = (after - before).total()
     flowing.wait("the status counts the moves", lambda s: count_moved_in(s) - moved_before >= num_moves)
+
+
+async def test_load_alone_moves_decodes_with_default_parameters(two_engines: Cluster, known_long: list[Known]) -> None:
+    use_strategy(two_engines, "TaiChi")
+
+    async def count_degraded() -> int:
+        async with loaded(two_engines) as load:
+            return (await load.count_moves())["degrade"]
+
+    longest = [(request, answer) for request, answer in known_long if len(answer.token_ids) > 200]
+    moves = await ask_until_seen(two_engines, longest, NUM_CONCURRENT, count_degraded)
+    print(f"decodes moved from a D-heavy engine above the watermark: {moves}")
+    assert moves >= WANTED_EVENTS
+    two_engines.wait_idle()
 
 
 def count_moved_in(status: dict[str, Any]) -> int:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
+import httpx
 from cluster import Result
+from resuming_streams import ResumingStream
 from test_exactness import check
 
+from sluice_operator.api.ports import GRPC_PORT, HTTP_PORT
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from cluster import Client
     from pod_cluster import PodCluster
@@ -22,6 +27,7 @@ T = TypeVar("T")
 
 NUM_LANES = 4
 STREAM_S = 120.0
+CONNECT_S = 5.0
 PAUSE_S = 0.2
 # Clients read at a limited pace: otherwise streams would take both cores, on which engines have to start.
 REST_S = 1.0
@@ -44,7 +50,21 @@ async def stream_while(
         The result of ``act``, and the number of streams by outcome.
     """
     lanes = [Lane(cluster, known[number::NUM_LANES], may_break=may_break) for number in range(NUM_LANES)]
+    return await _run_while(lanes, act)
 
+
+async def resume_while(
+    cluster: PodCluster, known: list[tuple[Request, Answer]], act: Callable[[], T]
+) -> tuple[T, Counter[str]]:
+    """As ``stream_while``, with clients that go on where an answer broke off, half over HTTP and half over gRPC."""
+    lanes = [
+        ResumingLane(cluster, known[number :: 2 * NUM_LANES], is_http=number % 2 == 0)
+        for number in range(2 * NUM_LANES)
+    ]
+    return await _run_while(lanes, act)
+
+
+async def _run_while(lanes: Sequence[Lane], act: Callable[[], T]) -> tuple[T, Counter[str]]:
     async def conduct() -> T:
         async with asyncio.timeout(STREAM_S):
             for lane in lanes:
@@ -104,6 +124,39 @@ class Lane:
                 await asyncio.sleep(PAUSE_S)
             else:
                 return result
+
+
+class ResumingLane(Lane):
+    """One client that goes on with its answer at any router.
+
+    Args:
+        cluster: The cluster.
+        known: Requests and their answers.
+        is_http: It uses HTTP, else gRPC.
+    """
+
+    def __init__(self, cluster: PodCluster, known: list[tuple[Request, Answer]], *, is_http: bool) -> None:
+        super().__init__(cluster, known, may_break=False)
+        self._is_http = is_http
+
+    async def run(self) -> None:
+        """See ``Lane.run``."""
+        service = await self._cluster.find_service()
+        timeout = httpx.Timeout(STREAM_S, connect=CONNECT_S)
+        async with httpx.AsyncClient(trust_env=False, timeout=timeout) as client:
+            for number, (request, answer) in enumerate(itertools.cycle(self._known)):
+                # A resumed answer is known by its request's id.
+                stream = ResumingStream(replace(request, name=f"{request.name}-{number}"))
+                if self._is_http:
+                    await stream.run_http(client, [f"http://{service}:{HTTP_PORT}"])
+                else:
+                    await stream.run_grpc(lambda: [f"{service}:{GRPC_PORT}"])
+                stream.check(answer)
+                self.has_begun.set()
+                self.fared["exact"] += 1
+                self.fared["resumed"] += stream.num_resumed > 0
+                if self.is_over:
+                    return
 
 
 class WatchedResult(Result):

@@ -24,7 +24,7 @@ from conftest import FAILED
 from examples.tiny_model import RECIPE, make_tiny_model
 from kubectl_cluster import wait_for
 from pod_cluster import MODELS, EditTimes, PodCluster, Status, list_sizes
-from pod_streams import NUM_LANES, REST_S, STREAM_S, stream_while
+from pod_streams import NUM_LANES, REST_S, STREAM_S, resume_while, stream_while
 from release import DEFINITION, RESTRICTED, Release, make_next_chart
 from testbed.settings import NODE_NAME, ROOT
 from workload import Request, answers, make_prompt
@@ -46,7 +46,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 NAMESPACE = "serving"
 P, D = plan_pb2.ROLE_PREFILL_HEAVY, plan_pb2.ROLE_DECODE_HEAVY
-# A reliable p99 needs more edits than CI has time for.
+# A reliable p99 needs more edits than CI has time for, and rare faults of resumed answers more kills.
+NUM_ROUTER_KILLS = int(os.environ.get("SLUICE_ROUTER_KILLS", "4"))
 NUM_TIMED_EDITS = int(os.environ.get("SLUICE_TIMED_EDITS", "12"))
 
 
@@ -291,6 +292,21 @@ async def test_streams_of_a_killed_router_end_with_an_error_and_others_go_on(clu
 
     _, fared = await stream_while(cluster, known, act, may_break=True)
     print(f"killed a router pod: {dict(fared)}")
+
+
+async def test_answers_go_on_at_another_router_pod_when_theirs_is_killed(cluster: PodCluster, known: Known) -> None:
+    """Through the Service, which knows nothing of answers."""
+
+    def act() -> None:
+        for _ in range(NUM_ROUTER_KILLS):
+            before = set(cluster.routers)
+            cluster.kill_router(random.choice(sorted(before)))
+            cluster.wait_for(lambda before=before: len(set(cluster.routers) - before) == 1, "another pod")
+            cluster.wait_ready("router")
+
+    _, fared = await resume_while(cluster, known, act)
+    print(f"killed {NUM_ROUTER_KILLS} router pods: {dict(fared)}")
+    assert fared["resumed"] >= NUM_ROUTER_KILLS // 2
 
 
 async def test_clients_do_not_notice_the_drain_of_a_node(cluster: PodCluster, known: Known) -> None:
