@@ -294,6 +294,7 @@ async def test_streams_of_a_killed_router_end_with_an_error_and_others_go_on(clu
     print(f"killed a router pod: {dict(fared)}")
 
 
+@pytest.mark.timeout(600 + 30 * NUM_ROUTER_KILLS)
 async def test_answers_go_on_at_another_router_pod_when_theirs_is_killed(cluster: PodCluster, known: Known) -> None:
     """Through the Service, which knows nothing of answers."""
 
