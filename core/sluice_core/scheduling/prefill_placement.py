@@ -90,6 +90,10 @@ class LengthAwarePlacement:
             decisions.append(decision)
         return decisions
 
+    def take_events(self) -> Sequence[str]:
+        """See ``RouterPolicy.take_events``."""
+        return ()
+
     def order(
         self,
         now: float,  # noqa: ARG002 - another placement may need the time

@@ -9,13 +9,11 @@ drain.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sluice_core.scheduling.batching.phase_switch import PhaseBatching
 from sluice_core.scheduling.decode_flow import FlowPolicy
 from sluice_core.scheduling.engine_policy import EnginePolicy
-from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
 from sluice_core.strategies.interface import Need, RouterPolicy, SliderUse, Strategy
 from sluice_core.strategies.placements import PLACEMENTS
 from sluice_core.strategies.role_policies import RoleRouter
@@ -39,23 +37,6 @@ MACRO_INSTANCE_MOST = Parameter(
 )
 
 
-class RollingRouter(RoleRouter):
-    """Goes round among the engines of each macro instance; nothing moves but what drains.
-
-    Args:
-        placement: Where prefills run.
-        flow: Where what drains goes.
-    """
-
-    def __init__(self, placement: RollingPlacement, flow: FlowPolicy) -> None:
-        super().__init__(placement, flow)
-        self._macro = placement.macro
-
-    def take_events(self) -> Sequence[str]:
-        """See ``RouterPolicy.take_events``."""
-        return self._macro.take_changes()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EcoServeRules:
     """Makes the policies."""
@@ -65,10 +46,7 @@ class EcoServeRules:
     ) -> RouterPolicy:
         """See ``PolicyMaker.make_router``."""
         flow = FlowPolicy(parameters, rng, moves_first_decodes=False, degrades=False, flows_back=False)
-        placement = PLACEMENTS[strategy.placement](parameters, rng, num_records)
-        if isinstance(placement, RollingPlacement):
-            return RollingRouter(placement, flow)
-        return RoleRouter(placement, flow)
+        return RoleRouter(PLACEMENTS[strategy.placement](parameters, rng, num_records), flow)
 
     def make_engine(self, strategy: Strategy, parameters: StrategyParameters, *, counts_decodes: bool) -> EnginePolicy:
         """See ``PolicyMaker.make_engine``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -49,6 +49,10 @@ class RoleRouter(RouterPolicy):
             return super().take_records(number)
         newest = list(islice(reversed(self._placement.records), number))
         return [*[None] * (number - len(newest)), *reversed(newest)]
+
+    def take_events(self) -> Sequence[str]:
+        """See ``RouterPolicy.take_events``."""
+        return self._placement.take_events() if isinstance(self._placement, LengthAwarePlacement) else ()
 
     def target(self, now: float, request: FlowRequest, engines: EngineTable) -> EngineId | None:
         """See ``RouterPolicy.target``."""

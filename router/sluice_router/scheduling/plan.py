@@ -125,7 +125,7 @@ def _add_to_table(table: EngineTable, engine: ConnectedEngine, role: Role) -> No
 
 
 def _changes_policy(in_force: Plan | None, plan: Plan) -> bool:
-    """Says whether a plan is another strategy's; else its policy keeps what it has learned of requests."""
+    """Says whether strategy or parameters change; else the policy keeps what it has learned of requests."""
     return in_force is None or (in_force.strategy, in_force.parameters) != (plan.strategy, plan.parameters)
 
 

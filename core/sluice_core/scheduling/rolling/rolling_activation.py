@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sluice_core.latency import compute_attention_work, compute_prefill_s
 from sluice_core.records import Decision, Hold, PrefillRequest
@@ -60,6 +60,10 @@ class RollingPlacement(LengthAwarePlacement):
         self._room_tokens = 0
         self.macro.renew(_list_own(engines))
         return super().assign(now, waiting, engines)
+
+    def take_events(self) -> Sequence[str]:
+        """See ``RouterPolicy.take_events``: splits and merges of macro instances."""
+        return self.macro.take_changes()
 
     def _place(self, assign_pass: AssignPass, request: PrefillRequest) -> Decision:
         """See ``LengthAwarePlacement._place``: Algorithm 1."""
