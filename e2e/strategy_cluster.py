@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 from cluster import Client, Cluster, Result, run_cluster
 from test_exactness import check
 
@@ -43,6 +45,13 @@ def use_strategy(cluster: Cluster, strategy: str) -> None:
     if cluster.manifest["spec"]["strategy"] == strategy:
         return
     cluster.edit_plan(lambda spec: spec.update(strategy=strategy))
+
+
+async def read_counter(cluster: Cluster, name: str, labels: str) -> int:
+    """Read a counter of the router."""
+    async with aiohttp.ClientSession() as session, session.get(f"{cluster.url('router-0')}/metrics") as answer:
+        pattern = rf"^{name}\{{{labels}\}} (.+)$"
+        return sum(int(float(value)) for value in re.findall(pattern, await answer.text(), re.MULTILINE))
 
 
 # Events of a strategy that load alone shall bring about, and how often the same load is tried: on a busy machine fewer

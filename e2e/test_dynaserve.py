@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
 from typing import TYPE_CHECKING
 
-import aiohttp
 import pytest
-from strategy_cluster import MOST_ROUNDS, WANTED_EVENTS, ask_all, ask_until_seen, use_strategy
+from strategy_cluster import MOST_ROUNDS, WANTED_EVENTS, ask_all, ask_until_seen, read_counter, use_strategy
 
 if TYPE_CHECKING:
     from cluster import Cluster
@@ -29,21 +27,14 @@ def dynaserve(two_engines: Cluster) -> Cluster:
     return two_engines
 
 
-async def count(cluster: Cluster, name: str, labels: str) -> int:
-    """Read a counter of the router."""
-    async with aiohttp.ClientSession() as session, session.get(f"{cluster.url('router-0')}/metrics") as answer:
-        pattern = rf"^{name}\{{{labels}\}} (.+)$"
-        return sum(int(float(value)) for value in re.findall(pattern, await answer.text(), re.MULTILINE))
-
-
 async def count_cut_prompts(cluster: Cluster) -> int:
     """Prompts of which one engine has computed the first part, and another one the rest."""
-    return await count(cluster, "sluice_cut_prompts_total", 'result="moved"')
+    return await read_counter(cluster, "sluice_cut_prompts_total", 'result="moved"')
 
 
 async def count_cut_answers(cluster: Cluster) -> int:
     """Answers that two engines have decoded, each its part."""
-    moves = await count(cluster, "sluice_moves_total", 'cause="split",result="done"')
+    moves = await read_counter(cluster, "sluice_moves_total", 'cause="split",result="done"')
     return moves - await count_cut_prompts(cluster)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
-from strategy_cluster import WANTED_EVENTS, ask_all, ask_until_seen, use_strategy
+from strategy_cluster import WANTED_EVENTS, ask_all, ask_until_seen, read_counter, use_strategy
 
 if TYPE_CHECKING:
     from cluster import Cluster
@@ -27,13 +27,9 @@ def ecoserve(two_engines: Cluster) -> Cluster:
     return two_engines
 
 
-async def count_events(cluster: Cluster) -> dict[str, int]:
-    """Splits and merges of macro instances since the router's start."""
-    async with aiohttp.ClientSession() as session, session.get(f"{cluster.url()}/metrics") as answer:
-        lines = re.findall(
-            r'^sluice_strategy_events_total{event="macro_instance_(.+)"} (.+)$', await answer.text(), re.MULTILINE
-        )
-    return {event: int(float(value)) for event, value in lines}
+async def count_changes(cluster: Cluster, change: str) -> int:
+    """Splits or merges of macro instances since the router's start."""
+    return await read_counter(cluster, "sluice_strategy_events_total", f'event="macro_instance_{change}"')
 
 
 async def count_switches(cluster: Cluster) -> int:
@@ -60,10 +56,10 @@ async def test_macro_instances_merge_and_split_under_streams_as_engines_go_and_c
     ecoserve: Cluster, known: list[tuple[Request, Answer]]
 ) -> None:
     ecoserve.edit_plan(lambda spec: spec.update(parameters={"macroInstanceLeast": 1, "macroInstanceMost": 1}))
-    for replicas, event in ((1, "merge"), (2, "split")):
-        before = (await count_events(ecoserve)).get(event, 0)
+    for replicas, change in ((1, "merge"), (2, "split")):
+        before = await count_changes(ecoserve, change)
         ecoserve.edit(lambda spec, replicas=replicas: spec.update(replicas=replicas))
         async with asyncio.timeout(240):
-            while (await count_events(ecoserve)).get(event, 0) == before:
+            while await count_changes(ecoserve, change) == before:
                 await ask_all(ecoserve, known[:NUM_STREAMS], NUM_STREAMS)
     ecoserve.wait_idle()

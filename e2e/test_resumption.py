@@ -23,8 +23,12 @@ NUM_STREAMS = 16
 
 async def wait_open(streams: list[tuple[ResumingStream, Answer]], count: int) -> None:
     """Waits until so many streams have a token, and still half of their answer to come."""
+
+    def count_open() -> int:
+        return sum(0 < len(got.token_ids) < len(answer.token_ids) // 2 for got, answer in streams)
+
     async with asyncio.timeout(60):
-        while sum(0 < len(got.token_ids) < len(answer.token_ids) // 2 for got, answer in streams) < count:  # noqa: ASYNC110  streams have no event
+        while count_open() < count:  # noqa: ASYNC110  streams have no event
             await asyncio.sleep(0.005)
 
 

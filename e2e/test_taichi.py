@@ -23,7 +23,7 @@ import pytest
 import workload
 from cluster import NotReachedError, Result, run_cluster
 from prometheus_client.parser import text_string_to_metric_families
-from strategy_cluster import WANTED_EVENTS, ask_until_seen, use_strategy
+from strategy_cluster import WANTED_EVENTS, ask_until_seen, read_counter, use_strategy
 from test_exactness import check
 from workload import Request
 
@@ -510,8 +510,7 @@ async def test_load_alone_moves_decodes_with_default_parameters(two_engines: Clu
     use_strategy(two_engines, "TaiChi")
 
     async def count_degraded() -> int:
-        async with loaded(two_engines) as load:
-            return (await load.count_moves())["degrade"]
+        return await read_counter(two_engines, "sluice_moves_total", 'cause="degrade",result="done"')
 
     longest = [(request, answer) for request, answer in known_long if len(answer.token_ids) > 200]
     moves = await ask_until_seen(two_engines, longest, NUM_CONCURRENT, count_degraded)
