@@ -1,6 +1,8 @@
-"""What it is worth that a router knows the prefix caches of its engines, on Mooncake's traces in the simulator.
+"""What it is worth that a router knows the prefix caches of its engines, in the simulator.
 
     .venv/bin/python benchmarks/prefixes/run.py [--json OUT] [--trace T] [--rate R] [--goodput] [--kv-scale S] ...
+
+Prompts are Mooncake's (``conversation``, ``synthetic``) or chats with many turns (``chats``, see ``make_chats``).
 
 Four engines of llama-3-8b on H200. Each row places otherwise: by Algorithm 2 without knowledge (``unaware``), each
 conversation on one engine by a hash of its beginning (``affinity``), by Algorithm 2 with knowledge that is
@@ -16,6 +18,7 @@ import gzip
 import hashlib
 import json
 import math
+import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,14 +30,13 @@ from sluice_core.sim.goodput_search import search_goodput
 from sluice_core.sim.run_summary import RunSummary, compute_percentile, summarize
 from sluice_core.sim.sim_setup import Cell, EngineSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
-from sluice_core.sim.traces import HASH_BLOCK_TOKENS, parse_trace
+from sluice_core.sim.traces import HASH_BLOCK_TOKENS, TraceRow, parse_trace
 from sluice_core.sim.workload import DrawnWorkload
 from sluice_core.strategies import get_strategy
 from sluice_core.strategies.placements import PLACEMENTS
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from sluice_core.records import Decision, PrefillRequest
     from sluice_core.scheduling.engine_state import EngineState
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
 
 TRACES = Path(__file__).parents[1] / "traces"
 CHUNKS = {"aggregated": (1024, 1024), "taichi": (2048, 512)}
+CHAT_BLOCK_TOKENS = 16  # that a hash names; vLLM's block
+# Of a user who reads an answer and types the next turn, in seconds. Assumed: the trace has no times.
+THINK_S, SECONDS_PER_TOKEN = 60.0, 0.03
 SESSION_HASHES = 2  # of a prompt's beginning: the first one is often a system prompt that conversations share
 # llm-d's weights for inference scheduling: of prefix-cache-scorer, queue-scorer and kv-cache-utilization-scorer.
 PREFIX_WEIGHT, QUEUE_WEIGHT, KV_WEIGHT = 3.0, 2.0, 2.0
@@ -211,11 +216,49 @@ def make_cell(row: Row, arguments: argparse.Namespace, seed: int) -> Cell:
         ],
         strategy=strategy if row.kind in ("unaware", "aware") else strategy.vary(placement=row.kind),
         options=SimOptions(
-            hash_block_tokens=HASH_BLOCK_TOKENS,
+            hash_block_tokens=CHAT_BLOCK_TOKENS if arguments.trace == "chats" else HASH_BLOCK_TOKENS,
             prefix_report_s=None if row.kind in ("unaware", "affinity") else arguments.report_s,
         ),
         seed=seed,
     )
+
+
+def make_chats(rows: Sequence[TraceRow], rate_rps: float, seed: int) -> list[TraceRow]:
+    """Makes conversations of a trace whose inputs are histories.
+
+    A row goes on with the conversation of the row before if all of that one's prompt and answer fit into its prompt.
+    Conversations begin evenly over the time that the trace takes at a rate. A next turn comes after the answer's tokens
+    at ``SECONDS_PER_TOKEN`` and an exponential time of mean ``THINK_S``.
+
+    Args:
+        rows: ``sharegpt_8k``, in its order.
+        rate_rps: Mean requests per second.
+        seed: Of all that is drawn.
+
+    Returns:
+        Turns in the order of their times, with hashes of prompts and answers. A conversation is one hash, since a
+        block's name has its position, too.
+    """
+    rng = random.Random(seed)
+    turns: list[tuple[float, TraceRow]] = []
+    conversation, history, at_s = 0, math.inf, 0.0
+    for row in rows:
+        if row.prompt_tokens <= history:
+            conversation += 1
+            at_s = rng.uniform(0.0, len(rows) / rate_rps)
+        history = row.prompt_tokens + row.output_tokens
+        hashes = (conversation,) * -(-history // CHAT_BLOCK_TOKENS)
+        turns.append((at_s, replace(row, block_hashes=hashes)))
+        at_s += row.output_tokens * SECONDS_PER_TOKEN + rng.expovariate(1.0 / THINK_S)
+    return [row for _, row in sorted(turns, key=lambda turn: turn[0])]
+
+
+def read_rows(trace: str, rate_rps: float, seed: int) -> list[TraceRow]:
+    """Reads the prompts of a run."""
+    name = "sharegpt_8k.csv.gz" if trace == "chats" else f"mooncake_{trace}_hash.jsonl.gz"
+    with gzip.open(TRACES / name, "rt") as file:
+        rows = parse_trace(file, reads_hashes=trace != "chats")
+    return make_chats(rows, rate_rps, seed) if trace == "chats" else rows
 
 
 def describe(row: Row, seed: int, rate_rps: float, summary: RunSummary) -> dict[str, object]:
@@ -239,7 +282,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--trace", choices=("conversation", "synthetic"), default="conversation")
+    parser.add_argument("--trace", choices=("conversation", "synthetic", "chats"), default="conversation")
     parser.add_argument("--rate", type=float, default=5.0, help="requests per second; where --goodput begins")
     parser.add_argument("--duration-s", type=float, default=600.0, help="simulated seconds of a run")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each row")
@@ -250,11 +293,10 @@ def main() -> None:
     parser.add_argument("--goodput", action="store_true", help="search the highest rate at 90 %% attainment")
     arguments = parser.parse_args()
     PLACEMENTS.update({"affinity": SessionAffinity, **SCORINGS})
-    with gzip.open(TRACES / f"mooncake_{arguments.trace}_hash.jsonl.gz", "rt") as file:
-        rows = parse_trace(file, reads_hashes=True)
     results = []
     for row in [Row(strategy, kind) for strategy in CHUNKS for kind in PLACEMENT_KINDS]:
         for seed in range(1, arguments.seeds + 1):
+            rows = read_rows(arguments.trace, arguments.rate, seed)
             workload = SessionWorkload(rows, Slo(ttft_s=arguments.ttft_s, tpot_s=arguments.tpot_s), seed)
             cell, rate_rps, duration_s = make_cell(row, arguments, seed), arguments.rate, arguments.duration_s
             if arguments.goodput:

@@ -114,8 +114,10 @@ def test_guards_of_the_router_are_measured_with_clients_that_have_both(tmp_path:
     assert all(cost_us > 0 for cost_us in turn["token"].values())
 
 
-def test_prefixes_are_compared_on_the_same_requests(tmp_path: Path) -> None:
-    rows = run(tmp_path, "benchmarks/prefixes/run.py", "--duration-s", "20", "--seeds", "1")["rows"]
+@pytest.mark.parametrize(("trace", "rate_rps"), [("conversation", "5"), ("chats", "40")])
+def test_prefixes_are_compared_on_the_same_requests(tmp_path: Path, trace: str, rate_rps: str) -> None:
+    options = ("--duration-s", "20", "--seeds", "1", "--trace", trace, "--rate", rate_rps)
+    rows = run(tmp_path, "benchmarks/prefixes/run.py", *options)["rows"]
     places = [(row["strategy"], row["placement"]) for row in rows]
     assert len(set(places)) == len(places) == 10
     assert {placement for _, placement in places} == {"unaware", "affinity", "aware", "llm-d", "sglang"}

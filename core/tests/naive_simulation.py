@@ -35,8 +35,10 @@ class NaivePool:
         end = (number + 1) * self.block
         if self.hash_block is None:  # found again after a preemption here, by nobody else, and not after a move
             return request.name, request.moves, end
-        if end <= request.arrival.prompt_tokens and request.arrival.block_hashes:
-            return request.arrival.block_hashes[: -(-end // self.hash_block)], end
+        hashes, prompt_tokens = request.arrival.block_hashes, request.arrival.prompt_tokens
+        knows_answer = len(hashes) > -(-prompt_tokens // self.hash_block)
+        if hashes and (end <= prompt_tokens or knows_answer):
+            return hashes[: -(-end // self.hash_block)], end
         return request.name, end
 
     def find(self, request, num_tokens):

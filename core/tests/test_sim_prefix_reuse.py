@@ -278,8 +278,39 @@ def test_the_cache_of_a_dead_engine_is_gone():
 
 
 def test_hashes_of_another_length_than_the_prompt_are_refused():
-    with pytest.raises(ValueError, match="request 0 has 2 hashes of 48 tokens each for 40 prompt tokens"):
+    with pytest.raises(ValueError, match="request 0 has 2 hashes of 48 tokens each for 40 prompt tokens, or 41 with"):
         Simulation(make_cell(), [make_prompt(0.0, 1, 2, prompt_tokens=40)])
+
+
+def test_a_next_turn_finds_the_answer_whose_hashes_are_known():
+    # 96 tokens of prompt and 49 of answer leave KV of 144; the last token of an answer has none.
+    first = make_prompt(0.0, 1, 2, 3, 4, prompt_tokens=96, output_tokens=49)
+    nameless = make_prompt(0.0, 1, 2, prompt_tokens=96, output_tokens=49)
+    second = make_prompt(20.0, 1, 2, 3, 5)
+    assert count_hits(run(make_cell(), [first, second])) == [144]
+    assert count_hits(run(make_cell(), [nameless, second])) == [96]
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32), blocks=st.sampled_from((60, 120, 400)), name=st.sampled_from(sorted(STRATEGIES)))
+def test_conversations_agree_with_the_plain_simulator(seed, blocks, name):
+    rng = random.Random(seed)
+    strategy, shape = STRATEGIES[name]
+    turns = []
+    for conversation in range(12):
+        tokens, at_s = 0, 3.0 * rng.random()
+        for _ in range(rng.randint(1, 4)):
+            prompt_tokens, output_tokens = tokens + rng.randint(1, 90), rng.randint(1, 60)
+            tokens = prompt_tokens + output_tokens
+            hashes = (conversation,) * -(-tokens // 16)
+            turns.append(make_prompt(at_s, *hashes, prompt_tokens=prompt_tokens, output_tokens=output_tokens))
+            at_s += 30.0  # an answer is found once it has ended
+    options = SimOptions(hash_block_tokens=16)
+    cell = Cell(engines=make_engines(shape, blocks=blocks), strategy=strategy, options=options, seed=seed)
+    arrivals = sorted(turns, key=lambda turn: turn.at_s)
+    fast = assert_equal_to_naive(cell, arrivals)
+    naive = NaiveSimulation(cell, arrivals).run()
+    assert count_hits(fast) == [engine.pool.hits for engine in naive.engines.values()]
 
 
 def test_a_hash_of_no_tokens_is_refused():

@@ -225,12 +225,14 @@ def check_arrivals(requests: Sequence[SimRequest], hash_block_tokens: int | None
                 f"arrivals are in order, with at least 1 token each"
             )
         last_s = request.arrival_s
-        num_hashes = len(request.block_hashes)
-        if hash_block_tokens and num_hashes and num_hashes != -(-request.prompt_tokens // hash_block_tokens):
-            raise ValueError(
-                f"request {request.request_id} has {num_hashes} hashes of {hash_block_tokens} tokens each for "
-                f"{request.prompt_tokens} prompt tokens"
-            )
+        num_hashes, prompt_tokens = len(request.block_hashes), request.prompt_tokens
+        if hash_block_tokens and num_hashes:
+            lengths = (prompt_tokens, prompt_tokens + request.output_tokens)
+            if all(num_hashes != -(-length // hash_block_tokens) for length in lengths):
+                raise ValueError(
+                    f"request {request.request_id} has {num_hashes} hashes of {hash_block_tokens} tokens each for "
+                    f"{prompt_tokens} prompt tokens, or {lengths[1]} with the answer"
+                )
 
 
 def find_expired(

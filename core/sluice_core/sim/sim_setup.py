@@ -205,7 +205,7 @@ class Arrival:
         priority: Higher goes first.
         block_hashes: One for each ``SimOptions.hash_block_tokens`` of the prompt, a partial block at its end included.
             It names these tokens and all before them: equal ones mean equal prompts up to there. Empty: unlike any
-            other.
+            other. Those of the answer may follow, so that the next turn of a conversation finds it.
         max_output_tokens: Most output tokens that its client asks for, which a policy may see; 0: it does not say.
     """
 

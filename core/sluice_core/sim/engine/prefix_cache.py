@@ -10,8 +10,8 @@ with the same tokens refers to it instead of computing it.
 - What two requests computed at the same time is there twice. The block that was cached first is found.
 - A block that nobody refers to is free and stays cached. Blocks are taken first of those without content, then of the
   cached ones, the longest unused first; of one request the last one first.
-- Blocks that hold generated tokens are found by their own request only, after a preemption or a move: nobody knows what
-  other prompts would contain of them.
+- Blocks that hold generated tokens are found by their own request only, after a preemption or a move, unless the
+  request has hashes of its answer, too: without them nobody knows what other prompts would contain of it.
 
 Blocks without a hash are all alike, so they are counted; cached ones are *entries*, numbers into lists. At all times
 ``num_empty + num_free_cached + num_uncached + entries referred to == num_blocks``.
@@ -256,7 +256,7 @@ class PrefixCache:
     def _make_key(self, index: int, prompt_tokens: int, hashes: tuple[int, ...], position: int) -> int:
         """Name a block of a request and all that is before it; others have the same name where they have the same."""
         end = (position + 1) * self._block_size
-        if end <= prompt_tokens and hashes:
+        if hashes and (end <= prompt_tokens or len(hashes) > -(-prompt_tokens // self._hash_block)):
             return hashes[(end - 1) // self._hash_block] << _POSITION_BITS | position
         return ~(index << _POSITION_BITS | position)
 
