@@ -69,6 +69,7 @@ class RunSummary:
         engines: Use of each engine.
         num_queried_tokens: Tokens of the prompts that were looked up in a prefix cache; 0 without prefix reuse.
         num_hit_tokens: Of these, tokens that were found.
+        num_host_hit_tokens: Of these, tokens that were loaded from the engines' hosts, beside ``num_hit_tokens``.
     """
 
     num_requests: int
@@ -89,6 +90,7 @@ class RunSummary:
     engines: tuple[EngineUse, ...]
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
+    num_host_hit_tokens: int = 0
 
     @property
     def attainment(self) -> float:
@@ -135,6 +137,7 @@ def summarize(simulation: Simulation) -> RunSummary:
         engines=tuple(_describe_use(engine, simulation.now) for engine in simulation.engines),
         num_queried_tokens=sum(cache.num_queried_tokens for cache in caches),
         num_hit_tokens=sum(cache.num_hit_tokens for cache in caches),
+        num_host_hit_tokens=sum(engine.host.num_hit_tokens for engine in simulation.engines if engine.host is not None),
     )
 
 
