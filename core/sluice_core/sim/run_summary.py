@@ -181,6 +181,7 @@ def make_report(runs: Sequence[RunSummary]) -> dict[str, object]:
     tpots_s = sorted(value for run in runs for value in run.tpots_s)
     first = runs[0]
     num_queried_tokens = sum(run.num_queried_tokens for run in runs)
+    num_found_tokens = sum(run.num_hit_tokens + run.num_host_hit_tokens for run in runs)
     return {
         "attainment": statistics.fmean(run.attainment for run in runs),
         "attainment_per_seed": [run.attainment for run in runs],
@@ -195,7 +196,7 @@ def make_report(runs: Sequence[RunSummary]) -> dict[str, object]:
         "preemptions": sum(run.num_preemptions for run in runs),
         "rejected": sum(run.num_rejected for run in runs),
         "requests": sum(run.num_requests for run in runs),
-        "prefix_hit_rate": sum(run.num_hit_tokens for run in runs) / num_queried_tokens if num_queried_tokens else None,
+        "prefix_hit_rate": num_found_tokens / num_queried_tokens if num_queried_tokens else None,
         "transfer_share": statistics.fmean(run.transfer_share for run in runs),
         "engine_use": [
             {
