@@ -125,6 +125,16 @@ def test_prefixes_are_compared_on_the_same_requests(tmp_path: Path) -> None:
         assert 1.0 <= row["load"] <= 4.0
 
 
+def test_prefixes_are_found_in_host_memory_too(tmp_path: Path) -> None:
+    small = ("--duration-s", "30", "--kv-scale", "0.2", "--placements", "aware")
+    without = run(tmp_path, "benchmarks/prefixes/run.py", *small)["rows"]
+    hosted = run(tmp_path, "benchmarks/prefixes/run.py", *small, "--host-gib", "50", "--knows-host-kv")["rows"]
+    assert [row["strategy"] for row in hosted] == ["aggregated", "taichi"]
+    for before, after in zip(without, hosted, strict=True):
+        assert before["host_hit_rate"] == 0.0 < after["host_hit_rate"]
+        assert before["hit_rate"] < after["hit_rate"] + after["host_hit_rate"]
+
+
 def test_messages_of_engine_streams_cost_something() -> None:
     program = ROOT / "benchmarks/router/engine_stream_path.py"
     options = ("--engines", "2", "--tokens", "4", "--seconds", "1")
