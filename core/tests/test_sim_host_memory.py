@@ -13,7 +13,7 @@ from test_simulation import SLO, STRATEGIES, cluster_events, make_arrivals, make
 from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.sim.requests import RequestState
 from sluice_core.sim.run_summary import summarize
-from sluice_core.sim.sim_setup import AddEngineEvent, Arrival, Cell, FailEvent, SimOptions, TransferLink
+from sluice_core.sim.sim_setup import AddEngineEvent, Arrival, Cell, ConfigureEvent, FailEvent, SimOptions, TransferLink
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import StrategyParameters
@@ -242,6 +242,17 @@ def test_an_engine_that_dies_while_it_loads_loses_nothing(ahead):
     assert dead.host.num_loaded_blocks > 0
     assert dead.counters.num_lost_prefill_tokens == 0
     assert survivor.counters.num_prefill_tokens == 140
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
+def test_a_prompt_that_has_loaded_runs_where_no_new_one_may_begin(ahead):
+    """Its engine takes no prompts from 11 s on; its load ends later."""
+    cell = make_host_cell(((2, 200),), bytes_per_s=BLOCK_BYTES * 1.0, options={"schedules_ahead": ahead})
+    engine = cell.engines[0]
+    events = (ConfigureEvent(at_s=11.0, engine_id=engine.engine_id, role=engine.role, chunk_size_tokens=0),)
+    arrivals = [*EVICTED, make_prompt(10.0, 1, 2, 3, prompt_tokens=140)]
+    simulation = run(replace(cell, engines=[engine], events=events), arrivals)
+    assert 14.0 < simulation.requests[2].first_token_s < 16.0
 
 
 def test_the_router_may_know_what_hosts_have():

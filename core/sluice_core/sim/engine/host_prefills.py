@@ -134,8 +134,20 @@ class HostPrefills(PrefillQueue):
             assert request.table is not None
             self._gpu.cache_filled_blocks(request.table, request.table.num_blocks * self._block_size)
             request.batch_number = -1
+            if request.kind is RequestKind.NEW_PROMPT:
+                self._note_started(request)
             self._started.append(request)
         self._started.sort(key=_order_of)
+
+    def _note_started(self, request: SimRequest) -> None:
+        """Count a new prompt that has loaded as started: it has KV, so it runs where no new one may."""
+        self._count_kind(RequestKind.NEW_PROMPT, -1)
+        self._count_kind(RequestKind.STARTED_PREFILL, 1)
+        if request.is_cut:
+            self.begun.append(request)
+        request.kind = RequestKind.STARTED_PREFILL
+        first, second = self._policy.order_key(request.kind, request.arrival_s, request.priority)
+        request.order = (first, second, request.index)
 
     def _admit(self, request: SimRequest, limits: BatchLimits, free_blocks: int) -> bool:
         """See ``PrefillQueue._admit``; heads of the queue that have to wait for a copy are passed over."""
