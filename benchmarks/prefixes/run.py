@@ -1,14 +1,16 @@
 """What it is worth that a router knows the prefix caches of its engines, in the simulator.
 
     .venv/bin/python benchmarks/prefixes/run.py [--json OUT] [--trace T] [--rate R] [--goodput] [--kv-scale S] ...
+        [--host-gib G --host-gb-per-s B [--knows-host-kv]]
 
 Prompts are Mooncake's (``conversation``, ``synthetic``) or chats with many turns (``chats``, see ``make_chats``).
 
 Four engines of llama-3-8b on H200. Each row places otherwise: by Algorithm 2 without knowledge (``unaware``), each
 conversation on one engine by a hash of its beginning (``affinity``), by Algorithm 2 with knowledge that is
 ``--report-s`` old (``aware``), and with the same knowledge by the scorings that llm-d and SGLang publish (``llm-d``,
-``sglang``). Those know of no objective and hold nothing back. ``load`` is the busiest engine's tokens over the mean,
-computed and generated.
+``sglang``). Those know of no objective and hold nothing back. With ``--host-gib`` engines keep KV in hosts' memory
+too, as vLLM does with ``--kv-offloading-size``. ``load`` is the busiest engine's tokens over the mean, computed and
+generated.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from sluice_core.records import EngineId, Hold, Place, Role, Slo
 from sluice_core.scheduling.prefill_placement import PlacementPolicy
 from sluice_core.sim.goodput_search import search_goodput
 from sluice_core.sim.run_summary import RunSummary, compute_percentile, summarize
-from sluice_core.sim.sim_setup import Cell, EngineSetup, SimOptions
+from sluice_core.sim.sim_setup import BLOCK_SIZE_TOKENS, HOST_BYTES_PER_S, Cell, EngineSetup, SimOptions
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import HASH_BLOCK_TOKENS, TraceRow, parse_trace
 from sluice_core.sim.workload import DrawnWorkload
@@ -38,6 +40,7 @@ from sluice_core.strategies.placements import PLACEMENTS
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
+    from sluice_core.latency import ModelOnGpu
     from sluice_core.records import Decision, PrefillRequest
     from sluice_core.scheduling.engine_state import EngineState
     from sluice_core.scheduling.engine_table import EngineTable
@@ -193,6 +196,11 @@ class Row:
     kind: str
 
 
+def count_host_blocks(host_gib: float, target: ModelOnGpu) -> int:
+    """Counts the KV blocks of an engine that its host has room for."""
+    return int(host_gib * 2**30) // (BLOCK_SIZE_TOKENS * target.kv_bytes_per_token)
+
+
 def make_cell(row: Row, arguments: argparse.Namespace, seed: int) -> Cell:
     """Makes the cluster of a row."""
     target = load_model_on_gpu("llama-3-8b", "h200-141g", 1)
@@ -202,8 +210,10 @@ def make_cell(row: Row, arguments: argparse.Namespace, seed: int) -> Cell:
         profile=target.profile,
         role=Role.PREFILL_HEAVY,
         chunk_size_tokens=prefill_chunk,
-        kv_blocks_total=int(target.kv_capacity_tokens * arguments.kv_scale) // 16,
+        kv_blocks_total=int(target.kv_capacity_tokens * arguments.kv_scale) // BLOCK_SIZE_TOKENS,
         kv_bytes_per_token=target.kv_bytes_per_token,
+        host_kv_blocks=None if arguments.host_gib is None else count_host_blocks(arguments.host_gib, target),
+        host_bytes_per_s=arguments.host_gb_per_s * 1e9,
     )
     decode_heavy = replace(setup, role=Role.DECODE_HEAVY, chunk_size_tokens=decode_chunk)
     strategy = get_strategy(row.strategy)
@@ -218,6 +228,7 @@ def make_cell(row: Row, arguments: argparse.Namespace, seed: int) -> Cell:
         options=SimOptions(
             hash_block_tokens=CHAT_BLOCK_TOKENS if arguments.trace == "chats" else HASH_BLOCK_TOKENS,
             prefix_report_s=None if row.kind in ("unaware", "affinity") else arguments.report_s,
+            knows_host_kv=arguments.knows_host_kv,
         ),
         seed=seed,
     )
@@ -271,6 +282,7 @@ def describe(row: Row, seed: int, rate_rps: float, summary: RunSummary) -> dict[
         "seed": seed,
         "rate_rps": round(rate_rps, 3),
         "hit_rate": round(summary.num_hit_tokens / summary.num_queried_tokens, 4),
+        "host_hit_rate": round(summary.num_host_hit_tokens / summary.num_queried_tokens, 4),
         "attainment": round(summary.attainment, 4),
         "ttft_p50_s": round(compute_percentile(ttfts_s, 0.5) or 0.0, 3),
         "ttft_p90_s": round(compute_percentile(ttfts_s, 0.9) or 0.0, 3),
@@ -288,13 +300,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="runs of each row")
     parser.add_argument("--report-s", type=float, default=0.05, help="age of what the router knows of caches")
     parser.add_argument("--kv-scale", type=float, default=1.0, help="scales the engines' KV")
+    parser.add_argument("--host-gib", type=float, help="host memory of each engine for KV; without: none")
+    parser.add_argument(
+        "--host-gb-per-s", type=float, default=HOST_BYTES_PER_S / 1e9, help="between host and GPU, each direction"
+    )
+    parser.add_argument("--knows-host-kv", action="store_true", help="routers count it as cached")
+    parser.add_argument("--placements", nargs="+", choices=PLACEMENT_KINDS, default=PLACEMENT_KINDS)
+    parser.add_argument("--strategies", nargs="+", choices=tuple(CHUNKS), default=tuple(CHUNKS))
     parser.add_argument("--ttft-s", type=float, default=10.0, help="TTFT objective")
     parser.add_argument("--tpot-s", type=float, default=0.1, help="TPOT objective")
     parser.add_argument("--goodput", action="store_true", help="search the highest rate at 90 %% attainment")
     arguments = parser.parse_args()
     PLACEMENTS.update({"affinity": SessionAffinity, **SCORINGS})
     results = []
-    for row in [Row(strategy, kind) for strategy in CHUNKS for kind in PLACEMENT_KINDS]:
+    for row in [Row(strategy, kind) for strategy in arguments.strategies for kind in arguments.placements]:
         for seed in range(1, arguments.seeds + 1):
             rows = read_rows(arguments.trace, arguments.rate, seed)
             workload = SessionWorkload(rows, Slo(ttft_s=arguments.ttft_s, tpot_s=arguments.tpot_s), seed)

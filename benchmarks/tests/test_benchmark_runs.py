@@ -127,6 +127,15 @@ def test_prefixes_are_compared_on_the_same_requests(tmp_path: Path, trace: str, 
         assert 1.0 <= row["load"] <= 4.0
 
 
+def test_prefixes_are_found_in_host_memory_too(tmp_path: Path) -> None:
+    small = ("--duration-s", "60", "--kv-scale", "0.1", "--placements", "aware")
+    without = run(tmp_path, "benchmarks/prefixes/run.py", *small)["rows"]
+    hosted = run(tmp_path, "benchmarks/prefixes/run.py", *small, "--host-gib", "50", "--knows-host-kv")["rows"]
+    assert [row["strategy"] for row in hosted] == ["aggregated", "taichi"]
+    assert {row["host_hit_rate"] for row in without} == {0.0}
+    assert sum(row["host_hit_rate"] for row in hosted) > 0.0
+
+
 def test_messages_of_engine_streams_cost_something() -> None:
     program = ROOT / "benchmarks/router/engine_stream_path.py"
     options = ("--engines", "2", "--tokens", "4", "--seconds", "1")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -283,9 +283,29 @@ def test_settings_reach_the_cluster() -> None:
     assert cluster.options.report_s == 0.05
 
 
+def test_memory_of_hosts_reaches_engines_that_reuse_prefixes() -> None:
+    changes = ["host_kv_gib=3", "host_bytes_per_s=25e9", "knows_host_kv=on"]
+    spec = ClusterSpec(
+        model="llama-3-8b",
+        gpu="h200-141g",
+        tensor_parallel=1,
+        strategy="aggregated",
+        engines=parse_engines("2x1024"),
+        slo=Slo(ttft_s=1.0, tpot_s=0.1),
+        settings=replace(change_settings(SimulationSettings(), changes), prefix_reuse=True),
+    )
+    cluster = build_cluster(spec, seed=1)
+    num_blocks = 3 * 2**30 // (131_072 * 16)
+    assert {(engine.host_kv_blocks, engine.host_bytes_per_s) for engine in cluster.engines} == {(num_blocks, 25e9)}
+    assert cluster.options.knows_host_kv
+    without = replace(spec, settings=replace(spec.settings, prefix_reuse=False))
+    assert {engine.host_kv_blocks for engine in build_cluster(without, seed=1).engines} == {None}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ("host_kv_gib=-1", "is allowed"),
         ("link_shared=maybe", "on or off is needed"),
         ("max_num_seqs=0", "is allowed"),
         ("routers=1.5", "invalid literal"),

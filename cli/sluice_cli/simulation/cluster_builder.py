@@ -53,6 +53,7 @@ def make_options(settings: SimulationSettings) -> SimOptions:
         length_deviation_tokens=settings.length_deviation_tokens,
         prefix_report_s=settings.prefix_report_s if settings.prefix_reuse else None,
         report_s=settings.report_s,
+        knows_host_kv=settings.knows_host_kv,
     )
 
 
@@ -80,10 +81,19 @@ def build_engines(spec: ClusterSpec) -> list[EngineSetup]:
             link=link,
             operators_per_iteration=settings.operators_per_iteration,
             latency_factor=settings.engine_latency_factor,
+            host_kv_blocks=_count_host_blocks(settings, target.kv_bytes_per_token),
+            host_bytes_per_s=settings.host_bytes_per_s,
         )
         for role, group in zip(_ROLES, spec.engines, strict=False)
         for number in range(group.count)
     ]
+
+
+def _count_host_blocks(settings: SimulationSettings, kv_bytes_per_token: int) -> int | None:
+    """Counts the KV blocks of an engine that its host's memory has room for; None: it keeps none."""
+    if settings.host_kv_gib is None or not settings.prefix_reuse:
+        return None
+    return int(settings.host_kv_gib * 2**30) // (kv_bytes_per_token * settings.block_size)
 
 
 def make_link_speed(settings: SimulationSettings) -> LinkSpeed:

@@ -9,6 +9,7 @@ from sluice_core.latency.measured_profiles import ProfileKind
 from sluice_core.latency.transfer import LINKS
 from sluice_core.sim.sim_setup import (
     BLOCK_SIZE_TOKENS,
+    HOST_BYTES_PER_S,
     MAX_BATCH_TOKENS,
     MAX_NUM_SEQS,
     MESSAGE_S,
@@ -60,6 +61,10 @@ class SimulationSettings:
             requests without reuse. None: hashes are ignored. ``--prefix-reuse`` sets it.
         prefix_report_s: Time until the router knows what an iteration has cached, with prefix reuse; None: it never
             does.
+        host_kv_gib: Memory of each engine's host that keeps KV with prefix reuse, as with vLLM's
+            ``--kv-offloading-size``; None: none does.
+        host_bytes_per_s: Between host and GPUs, in each direction.
+        knows_host_kv: The router counts what is there as cached.
         routers: Routers, each with an equal share of the requests.
         report_s: Time from a change of an engine's load until the routers know.
         router_latency_factor: The routers' latency model says so many times what engines say that iterations take.
@@ -91,6 +96,9 @@ class SimulationSettings:
     profile: ProfileKind | None = None
     prefix_reuse: bool | None = None
     prefix_report_s: float | None = PREFIX_REPORT_S
+    host_kv_gib: float | None = None
+    host_bytes_per_s: float = HOST_BYTES_PER_S
+    knows_host_kv: bool = False
     routers: int = 1
     report_s: float = 0.0
     router_latency_factor: float = 1.0
@@ -194,6 +202,9 @@ _READERS: dict[str, Callable[[str], object]] = {
     "link_shared": _read_switch,
     "host_iteration_s": _read_number(0.0, 10.0),
     "prefix_report_s": _read_report_time,
+    "host_kv_gib": _read_number(0.0, 1e6),
+    "host_bytes_per_s": _read_number(1e3, 1e15),
+    "knows_host_kv": _read_switch,
     "routers": _read_count(1, 64),
     "report_s": _read_number(0.0, 10.0),
     "router_latency_factor": _read_number(0.1, 10.0),

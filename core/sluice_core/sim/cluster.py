@@ -32,6 +32,7 @@ MOVE_STEP: Final = 4
 GRANT_EXPIRY: Final = 5
 STEER: Final = 6
 INTERRUPT: Final = 7
+LOAD_END: Final = 8
 Event = tuple[float, int, int, object]
 
 
@@ -330,7 +331,7 @@ class SimCluster:
         if self._prefixes is not None:
             self._prefixes.add(setup.engine_id, setup.block_size_tokens)
             assert engine.cache is not None
-            engine.cache.take_changes()
+            engine.take_cache_changes(with_host=self.cell.options.knows_host_kv)
         self._by_id[setup.engine_id] = engine
         self._known_ids.add(setup.engine_id)
         self.routers.add_engine(setup, engine.latency)

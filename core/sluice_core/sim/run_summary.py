@@ -69,6 +69,7 @@ class RunSummary:
         engines: Use of each engine.
         num_queried_tokens: Tokens of the prompts that were looked up in a prefix cache; 0 without prefix reuse.
         num_hit_tokens: Of these, tokens that were found.
+        num_host_hit_tokens: Of these, tokens that were loaded from the engines' hosts, beside ``num_hit_tokens``.
     """
 
     num_requests: int
@@ -89,6 +90,7 @@ class RunSummary:
     engines: tuple[EngineUse, ...]
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
+    num_host_hit_tokens: int = 0
 
     @property
     def attainment(self) -> float:
@@ -135,6 +137,7 @@ def summarize(simulation: Simulation) -> RunSummary:
         engines=tuple(_describe_use(engine, simulation.now) for engine in simulation.engines),
         num_queried_tokens=sum(cache.num_queried_tokens for cache in caches),
         num_hit_tokens=sum(cache.num_hit_tokens for cache in caches),
+        num_host_hit_tokens=sum(engine.host.num_hit_tokens for engine in simulation.engines if engine.host is not None),
     )
 
 
@@ -178,6 +181,7 @@ def make_report(runs: Sequence[RunSummary]) -> dict[str, object]:
     tpots_s = sorted(value for run in runs for value in run.tpots_s)
     first = runs[0]
     num_queried_tokens = sum(run.num_queried_tokens for run in runs)
+    num_found_tokens = sum(run.num_hit_tokens + run.num_host_hit_tokens for run in runs)
     return {
         "attainment": statistics.fmean(run.attainment for run in runs),
         "attainment_per_seed": [run.attainment for run in runs],
@@ -192,7 +196,7 @@ def make_report(runs: Sequence[RunSummary]) -> dict[str, object]:
         "preemptions": sum(run.num_preemptions for run in runs),
         "rejected": sum(run.num_rejected for run in runs),
         "requests": sum(run.num_requests for run in runs),
-        "prefix_hit_rate": sum(run.num_hit_tokens for run in runs) / num_queried_tokens if num_queried_tokens else None,
+        "prefix_hit_rate": num_found_tokens / num_queried_tokens if num_queried_tokens else None,
         "transfer_share": statistics.fmean(run.transfer_share for run in runs),
         "engine_use": [
             {

@@ -12,6 +12,7 @@ from sluice_core.records import EngineId, Role, Slo
 from sluice_core.strategies import Strategy
 from sluice_core.strategy_parameters import StrategyParameters
 
+HOST_BYTES_PER_S = 50e9  # PCIe 5.0 x16 between host and GPU, each direction; 4.0: half of it (latency.transfer)
 BLOCK_SIZE_TOKENS = 16  # as in vLLM
 MAX_NUM_SEQS = 256  # 128, Vidur's default, in the cells made with Vidur
 MAX_BATCH_TOKENS = 16_384  # batch of an unchunked prefill engine
@@ -66,6 +67,8 @@ class SimOptions:
             normal errors.
         length_deviation_tokens: Standard deviation of those errors.
         sends_parts: The KV of a prompt that is cut goes over the link as it is computed; False: all in the end.
+        knows_host_kv: What the router knows of prefix caches includes ``EngineSetup.host_kv_blocks``, as if these were
+            in GPU memory. False: GPU memory only.
         report_s: Time until a router knows the load that an engine reports, and its answer to a grant request.
 
     Raises:
@@ -85,6 +88,7 @@ class SimOptions:
     output_lengths: LengthsKnown = LengthsKnown.LEARNED
     length_deviation_tokens: float = 50.0
     sends_parts: bool = True
+    knows_host_kv: bool = False
     report_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -132,10 +136,14 @@ class EngineSetup:
             ends (FlowPrefill, section 5.1), if the strategy preempts prefills. 0: it never stops, as on engines.
         learns_latency: Its policy and the routers know at first nothing of how long its iterations take, and learn it
             from them, as in the product. False: they know the profile.
+        host_kv_blocks: KV blocks that its host's memory has room for, beside ``kv_blocks_total``; needs prefix reuse
+            (``sim.engine.host_cache``). None: it has no such memory.
+        host_bytes_per_s: Of the link between host and GPUs, in each direction.
         latency_factor: What they know, unless they learn it, says so many times what iterations take. 1: it is right.
 
     Raises:
-        ValueError: No blocks, a chunk size above ``max_batch_tokens``, fewer than no operators, or no latency factor.
+        ValueError: No blocks, a chunk size above ``max_batch_tokens``, fewer than no operators, no latency factor, or
+            host memory of fewer than no blocks or without a link.
     """
 
     engine_id: EngineId
@@ -151,8 +159,15 @@ class EngineSetup:
     operators_per_iteration: int = 0
     learns_latency: bool = False
     latency_factor: float = 1.0
+    host_kv_blocks: int | None = None
+    host_bytes_per_s: float = HOST_BYTES_PER_S
 
     def __post_init__(self) -> None:
+        if (self.host_kv_blocks is not None and self.host_kv_blocks < 0) or self.host_bytes_per_s <= 0.0:
+            raise ValueError(
+                f"engine {self.engine_id!r} has {self.host_kv_blocks} KV blocks in its host's memory at "
+                f"{self.host_bytes_per_s} bytes/s; at least 0 and above 0 are needed"
+            )
         if self.operators_per_iteration < 0:
             raise ValueError(
                 f"engine {self.engine_id!r} has {self.operators_per_iteration} operators per iteration; at least 0"

@@ -25,12 +25,14 @@ from sluice_core.sim.cluster import (
     GRANT_EXPIRY,
     INTERRUPT,
     ITERATION_END,
+    LOAD_END,
     MOVE_STEP,
     RETRY,
     STEER,
     TRANSFER_END,
 )
 from sluice_core.sim.cluster_changes import ChangingCluster
+from sluice_core.sim.engine.host_prefills import HostPrefills
 from sluice_core.sim.engine.operator_interrupts import find_interrupt_s, interrupt
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.known_prefixes import KnownPrefixes
@@ -159,6 +161,9 @@ class Simulation(ChangingCluster):
             self._grants_of(what).expire(what)
         elif code == STEER:
             self._steer()
+        elif code == LOAD_END:
+            assert isinstance(what, SimEngine)
+            self.start_engine(what)
         elif code == INTERRUPT:
             assert isinstance(what, SimEngine)
             self._interrupt(what)
@@ -207,6 +212,7 @@ class Simulation(ChangingCluster):
         if all(request.num_preemptions == 0 for request in self.requests):
             num_completed = sum(engine.counters.num_completed_prefill_tokens for engine in self.engines)
             num_found = sum(engine.cache.num_hit_tokens for engine in self.engines if engine.cache is not None)
+            num_found += sum(engine.host.num_hit_tokens for engine in self.engines if engine.host is not None)
             assert num_completed + num_found >= num_recomputed
 
     # --- arrivals and placement --------------------------------------------------------------------------------
@@ -331,6 +337,10 @@ class Simulation(ChangingCluster):
             heappush(self._heap, (engine.ends_at_s, self._num_events, ITERATION_END, engine))
             if self._timeline is not None:
                 self._timeline.note_iteration(engine, self.now)
+        elif isinstance(engine.prefills, HostPrefills):
+            wakes_at_s = engine.prefills.find_wake_s(self.now)
+            if wakes_at_s < math.inf:
+                self._push(wakes_at_s, LOAD_END, engine)
 
     def _interrupt(self, engine: SimEngine) -> None:
         """Stop an iteration for a more urgent prompt, unless it has ended."""
@@ -349,7 +359,8 @@ class Simulation(ChangingCluster):
     def _end_iteration(self, engine: SimEngine) -> None:
         engine.end(self.now)
         if self._prefixes is not None and engine.cache is not None:
-            self._prefixes.report(engine.engine_id, engine.cache.take_changes(), self.now)
+            changes = engine.take_cache_changes(with_host=self.cell.options.knows_host_kv)
+            self._prefixes.report(engine.engine_id, changes, self.now)
         self._note_finished(engine)
         if self._timeline is not None:
             self._timeline.note_finished(engine.finished)

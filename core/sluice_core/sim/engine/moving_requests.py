@@ -204,8 +204,9 @@ class MovingRequests(SchedulerState):
         return request.prompt_tokens + self.batch.iteration - request.start_iteration
 
     def count_running(self) -> int:
-        """Count the requests that hold a seat: all decodes, and the prefills that have started."""
-        return len(self.batch.list_requests()) + len(self.prefills.list_started())
+        """Count the requests that hold a seat: all decodes, and the prefills that have started or load."""
+        num_loading = 0 if self.host is None else self.host.num_loads
+        return len(self.batch.list_requests()) + len(self.prefills.list_started()) + num_loading
 
     def resume(self, request: SimRequest) -> None:
         """Take a request back that was handed off and has not left; it joins at the next iteration boundary."""

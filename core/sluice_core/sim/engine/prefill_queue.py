@@ -192,8 +192,7 @@ class PrefillQueue:
                     may_admit = num_running < num_seats and self._admit(head[3], limits, free_blocks)
                     if not may_admit:
                         continue
-                    heappop(self._waiting)
-                    request = head[3]
+                    request = heappop(self._waiting)[3]
                 else:
                     position += 1
             elif request is None:
@@ -259,7 +258,7 @@ class PrefillQueue:
         self.batch.num_decodes = num_decodes
         return self._policy.limits(now, self.batch)
 
-    def end_batch(self) -> None:
+    def end_batch(self, now: float) -> None:
         """Take note that the iteration under way has ended."""
 
     def is_overtaken(self, now: float, share: float) -> bool:  # noqa: ARG002 - for overrides

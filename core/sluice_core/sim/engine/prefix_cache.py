@@ -55,7 +55,7 @@ class CacheChanges:
             self.removed.add(key)
 
 
-_POSITION_BITS: Final = 24  # of a key: a request's blocks are fewer
+POSITION_BITS: Final = 24  # of a key: a request's blocks are fewer
 _ENDS: Final = 0  # the entry between the last and the first idle one
 
 
@@ -140,6 +140,14 @@ class PrefixCache:
                 break
             found.append(entry)
         return found
+
+    def list_keys(self, index: int, prompt_tokens: int, hashes: tuple[int, ...], first: int, end: int) -> list[int]:
+        """List the keys of a request's blocks from ``first`` up to ``end``."""
+        return [self._make_key(index, prompt_tokens, hashes, position) for position in range(first, end)]
+
+    def holds(self, key: int) -> bool:
+        """Say whether a block is cached."""
+        return key in self._entry_of
 
     def count_free(self, found: list[int]) -> int:
         """Count the found blocks that are free: a request that takes them needs as many fewer."""
@@ -257,8 +265,8 @@ class PrefixCache:
         """Name a block of a request and all that is before it; others have the same name where they have the same."""
         end = (position + 1) * self._block_size
         if hashes and (end <= prompt_tokens or len(hashes) > -(-prompt_tokens // self._hash_block)):
-            return hashes[(end - 1) // self._hash_block] << _POSITION_BITS | position
-        return ~(index << _POSITION_BITS | position)
+            return hashes[(end - 1) // self._hash_block] << POSITION_BITS | position
+        return ~(index << POSITION_BITS | position)
 
     def _cache(self, table: BlockTable, num_full_blocks: int) -> None:
         """Cache blocks of a request up to a number."""
@@ -325,6 +333,6 @@ def list_prompt_keys(hashes: tuple[int, ...], num_blocks: int, block_size: int, 
     if not hashes:
         return []
     return [
-        hashes[((position + 1) * block_size - 1) // hash_block_tokens] << _POSITION_BITS | position
+        hashes[((position + 1) * block_size - 1) // hash_block_tokens] << POSITION_BITS | position
         for position in range(num_blocks)
     ]

@@ -9,8 +9,10 @@ from sluice_core.scheduling.engine_policy import EnginePolicy, RequestKind
 from sluice_core.sim.block_table import BlockTable
 from sluice_core.sim.engine.decode_batch import DecodeBatch
 from sluice_core.sim.engine.engine_counters import EngineCounters
+from sluice_core.sim.engine.host_cache import HostCache
+from sluice_core.sim.engine.host_prefills import HostPrefills
 from sluice_core.sim.engine.prefill_queue import PrefillQueue
-from sluice_core.sim.engine.prefix_cache import PrefixCache
+from sluice_core.sim.engine.prefix_cache import CacheChanges, PrefixCache
 from sluice_core.sim.engine.selected_prefills import SelectedPrefills
 from sluice_core.sim.requests import SimRequest
 from sluice_core.sim.sim_setup import EngineSetup
@@ -33,6 +35,7 @@ class SchedulerState:
     Attributes:
         policy: As given.
         cache: Its blocks, with prefix reuse; None: without.
+        host: Those of its host's memory; None: it has none.
         counters: What it has done.
         latency: How long it takes its iterations to take, as its policy and the routers know it.
         selector: Selects its prompts; None: its policy orders them by its key.
@@ -56,6 +59,7 @@ class SchedulerState:
         "engine_id",
         "granted_blocks",
         "has_freed_blocks",
+        "host",
         "is_reported",
         "is_running",
         "joined",
@@ -92,12 +96,9 @@ class SchedulerState:
         self.latency: LatencyModel = (
             OnlineLatencyModel() if setup.learns_latency else scale_latency(setup.profile, setup.latency_factor)
         )
-        self.selector = selector = policy.make_selector(self.latency)
-        self.prefills = (
-            PrefillQueue(setup, policy, self.cache, takes_by_chunk=schedules_ahead)
-            if selector is None
-            else SelectedPrefills(setup, policy, selector, self.cache, takes_by_chunk=schedules_ahead)
-        )
+        self.selector = policy.make_selector(self.latency)
+        self.host: HostCache | None = None
+        self.prefills = self._make_prefills()
         self.batch = DecodeBatch(setup)
         if not schedules_ahead:
             self.batch.decodes.split_lead_tokens = 0  # a hand-off takes no time to prepare
@@ -114,6 +115,22 @@ class SchedulerState:
         self._changed = changed
         self.is_reported = True
         self.note_change()
+
+    def _make_prefills(self) -> PrefillQueue:
+        """Make the queue, and the host's memory where there is one."""
+        setup, policy, cache, selector = self.setup, self.policy, self.cache, self.selector
+        if setup.host_kv_blocks is not None:
+            if cache is None or selector is not None:
+                raise ValueError(
+                    f"engine {setup.engine_id!r} has KV in its host's memory: this needs prefix reuse, and a strategy "
+                    "whose engines compute prompts in the order of the queue"
+                )
+            block_bytes = setup.kv_bytes_per_token * setup.block_size_tokens
+            host = self.host = HostCache(setup.host_kv_blocks, block_bytes, setup.host_bytes_per_s)
+            return HostPrefills(setup, policy, cache, host, takes_by_chunk=self.schedules_ahead)
+        if selector is not None:
+            return SelectedPrefills(setup, policy, selector, cache, takes_by_chunk=self.schedules_ahead)
+        return PrefillQueue(setup, policy, cache, takes_by_chunk=self.schedules_ahead)
 
     @property
     def iteration(self) -> int:
@@ -154,6 +171,24 @@ class SchedulerState:
         if self.cache is not None and request.table is not None:
             self.cache.cache_filled_blocks(request.table, request.num_kv_tokens)
 
+    def take_cache_changes(self, *, with_host: bool) -> CacheChanges:
+        """Return what of prompts entered and left its cache since the last call.
+
+        Args:
+            with_host: What is in its host's memory counts as cached.
+        """
+        cache, host = self.cache, self.host
+        assert cache is not None
+        changes = cache.take_changes()
+        if host is None or not with_host:
+            return changes
+        host_changes = host.take_changes()
+        changes.stored |= host_changes.stored
+        changes.removed |= host_changes.removed
+        changes.removed = {key for key in changes.removed if not cache.holds(key) and not host.holds(key)}
+        changes.stored -= changes.removed
+        return changes
+
     def ungrant(self, num_blocks: int) -> None:
         """Take granted blocks back."""
         self.granted_blocks -= num_blocks
@@ -171,6 +206,8 @@ class SchedulerState:
         prefills, num_cached = self.prefills, num_kv_tokens // self.setup.block_size_tokens
         if self.cache is not None and table is not None:
             num_blocks = self.cache.release(table)
+            if self.host is not None:
+                self.host.end_request(table.index)
         self.used_blocks -= num_blocks
         self.has_freed_blocks = True
         if self.schedules_ahead:

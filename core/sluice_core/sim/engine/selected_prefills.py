@@ -172,7 +172,7 @@ class SelectedPrefills(PrefillQueue):
         self._waiting = [entry for entry in self._waiting if entry[3].kind is not RequestKind.NEW_PROMPT]
         heapify(self._waiting)
 
-    def end_batch(self) -> None:
+    def end_batch(self, now: float) -> None:  # noqa: ARG002 - for an override
         """See ``PrefillQueue.end_batch``."""
         chunks, self._chunks = self._chunks, []
         for request, _ in chunks:

@@ -9,6 +9,7 @@ from sluice_core.records import EngineId, IterationShape, Role
 from sluice_core.scheduling.engine_policy import EnginePolicy, RequestKind
 from sluice_core.scheduling.engine_state import EngineLoad
 from sluice_core.sim.engine.gap_histogram import GapHistogram
+from sluice_core.sim.engine.host_prefills import HostPrefills
 from sluice_core.sim.engine.moving_requests import MovingRequests
 from sluice_core.sim.engine.preemption import (
     make_room_for_chunks,
@@ -288,7 +289,7 @@ class SimEngine(MovingRequests):
         self.is_running = False
         self.interrupts_at_s = _NEVER_S
         self.note_change()
-        self.prefills.end_batch()
+        self.prefills.end_batch(now)
         counters, num_decodes = self.counters, 0 if self.withholds_decodes else self.batch.num_decodes
         counters.num_iterations += 1
         counters.busy_s += self.duration_s
@@ -378,6 +379,8 @@ class SimEngine(MovingRequests):
         assert self.used_blocks == self.pinned_blocks == self.granted_blocks == 0, self.engine_id
         if self.cache is not None:
             self.cache.check_idle()
+        if self.host is not None:
+            self.host.check_idle()
 
     # --- requests of an iteration --------------------------------------------------------------------
 
@@ -473,6 +476,8 @@ class SimEngine(MovingRequests):
             request.is_moved_in = True
             self._join(request)
             self.joined.append(request)
+            if isinstance(self.prefills, HostPrefills):
+                self.prefills.offer(request, request.num_kv_tokens)
 
     def _finish(self, request: SimRequest, now: float) -> None:
         """Free what a request held that has its last token."""
