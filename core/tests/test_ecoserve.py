@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from test_simulation import make_arrivals, make_engines, run
 
 from sluice_core.latency.measured_profiles import load_model_on_gpu
+from sluice_core.latency.transfer import LinkSpeed
 from sluice_core.records import EngineId, Hold, MoveCause, Place, PrefillRequest, Reject, RequestId, Role, Slo
 from sluice_core.scheduling.batching import phase_switch
 from sluice_core.scheduling.batching.phase_switch import PhaseBatching
@@ -20,10 +21,20 @@ from sluice_core.scheduling.engine_table import EngineConfig, EngineTable
 from sluice_core.scheduling.rolling.macro_instances import divide_engines
 from sluice_core.scheduling.rolling.rolling_activation import RollingPlacement
 from sluice_core.sim.chrome_trace import Timeline
+from sluice_core.sim.cluster import TICK_S
 from sluice_core.sim.engine.gap_histogram import GapHistogram
 from sluice_core.sim.engine.sim_engine import SimEngine
 from sluice_core.sim.requests import SimRequest
-from sluice_core.sim.sim_setup import AddEngineEvent, Arrival, Cell, ConfigureEvent, FailEvent, SimOptions, TtftEnd
+from sluice_core.sim.sim_setup import (
+    AddEngineEvent,
+    Arrival,
+    Cell,
+    ConfigureEvent,
+    FailEvent,
+    SimOptions,
+    TransferLink,
+    TtftEnd,
+)
 from sluice_core.sim.simulation import Simulation
 from sluice_core.strategies import get_strategy
 from sluice_core.strategy_parameters import EarlyRejection, StrategyParameters
@@ -549,3 +560,13 @@ def test_runs_end_whole_through_failures_drains_splits_and_too_little_kv(is_ahea
 def test_parameters_are_read_in_core_units():
     values = {"macro_instance_least": "2", "macro_instance_most": "5"}
     assert ECOSERVE.read_parameters(values) == StrategyParameters(macro_instance_least=2, macro_instance_most=5)
+
+
+def test_a_prompt_that_no_engine_satisfies_is_placed_although_nothing_happens_any_more():
+    # The first engine seems to move its KV to the other, which takes no prompts. So it satisfies the prompt too late,
+    # and the prompt is held until waiting any longer would make it late everywhere.
+    arrival = Arrival(at_s=1.0, prompt_tokens=150, output_tokens=2, slo=Slo(ttft_s=0.2, tpot_s=0.05))
+    engines = make_engines(((2, 2048),), link=TransferLink(speed=LinkSpeed(bytes_per_s=1e8)))
+    closed = ConfigureEvent(at_s=0.0, engine_id=engines[1].engine_id, role=Role.DECODE_HEAVY, chunk_size_tokens=0)
+    simulation = run(Cell(engines=engines, strategy=ECOSERVE, events=[closed]), [arrival])
+    assert simulation.requests[0].first_token_s < arrival.at_s + 0.2 + TICK_S

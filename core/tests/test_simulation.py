@@ -494,7 +494,7 @@ def cluster_events(draw, engines):
     return events
 
 
-@pytest.mark.parametrize("name", ["taichi", "aggregated", "aggregated, least work", "disaggregated"])
+@pytest.mark.parametrize("name", ["taichi", "aggregated", "aggregated, least work", "disaggregated", "ecoserve"])
 @settings(max_examples=10, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**32), no_grant=st.sampled_from(NoGrant))
 def test_every_request_ends_whatever_happens_to_the_cluster(name, data, seed, no_grant):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from heapq import heappush
@@ -22,6 +23,7 @@ from sluice_core.sim.routers import SimRouter, SimRouters
 from sluice_core.sim.sim_setup import Arrival, Cell, EngineSetup, LengthsKnown, NoGrant, TtftEnd
 
 ASSIGN_INTERVAL_S: Final = 0.005  # the router asks its placement policy again at most this often
+TICK_S: Final = 0.05  # and at least this often, whatever happens, as the product's router does
 
 # Kinds of events.
 ITERATION_END: Final = 0
@@ -185,6 +187,12 @@ class SimCluster:
             router.is_retry_due = True
             at_s = max(self.now, router.last_assign_s + ASSIGN_INTERVAL_S, not_before_s)
             self._push(at_s, RETRY, router)
+
+    def _schedule_ticks(self) -> None:
+        """Have policies asked again although nothing happens: some place a prompt once it would be late otherwise."""
+        for router in self.routers.routers:
+            if any(self.now < prefill.arrival_s + prefill.slo.ttft_s < math.inf for prefill in router.held.values()):
+                self._schedule_retry(router, self.now + TICK_S)
 
     def push(self, at_s: float, code: int, what: object) -> None:
         """Schedule an event."""

@@ -135,8 +135,8 @@ class RollingPlacement(LengthAwarePlacement):
         return assign_pass.now + execute_s >= request.arrival_s + request.slo.ttft_s
 
     def _find_best_costs(self, engines: EngineTable) -> None:
-        """Find the least costs of prefills, and the largest room of an iteration."""
-        views = [get_view(entry) for entry in engines.order]
+        """Find the least costs of prefills, and the largest room of an iteration, of engines that take prompts."""
+        views = [view for view in map(get_view, engines.order) if view.room_tokens > 0]
         self._token_s = min([view.per_token_s for view in views], default=0.0)
         self._work_s = min([view.per_work_s for view in views], default=0.0)
         self._iteration_s = min([view.per_iteration_s for view in views], default=0.0)
