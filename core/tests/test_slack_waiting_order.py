@@ -174,6 +174,19 @@ def test_an_engine_that_has_been_idle_costs_late_prompts_no_more_than_their_pref
     assert router.compute_urgency(100.0, is_recovery=False, **values) == before
 
 
+def test_late_prompts_that_wait_on_an_engine_give_those_behind_them_no_share():
+    """What an engine has to do for late ones first once counted as time that the next late one gave to others."""
+    router = SLUICE.make_router(StrategyParameters(late_share=0.0, credit_s=0.0), random.Random(1))
+    late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=100.0)
+    values = {"next_token_due_s": 0.0, "priority": 0, "arrival_s": 0.0, "ttft_slo_s": 4.0, "prompt_tokens": 9}
+    before = router.compute_urgency(100.0, is_recovery=False, **values)
+    queued = {"queued_requests": 2, "queued_prefill_tokens": 12_000}
+    table = make_table(EngineLoad(**queued, late_requests=2, late_prefill_tokens=12_000))
+    decisions = router.assign(100.0, [late, fresh], table)
+    assert [type(decision) for decision in decisions] == [Place, Place]
+    assert router.compute_urgency(100.0, is_recovery=False, **values) == before
+
+
 def test_an_engine_gets_prompts_that_fit_and_until_it_is_a_whole_credit_behind():
     for busy_s, kind in ((0.5, Place), (0.51, Hold)):
         (decision,) = assign(make_table(EngineLoad(iteration_remaining_s=busy_s)), make_prefill("a"), credit_s=0.5)

@@ -86,7 +86,8 @@ class SlackPlacement(LengthAwarePlacement):
             if not is_feasible:
                 assign_pass.note_late_held(request, "late_binding")
             return Hold(request_id=request.request_id, reason="late_binding")
-        self.waiting_order.note_placed(assign_pass.now, request, done_s - max(free_at_s, assign_pass.now))
+        begins_at_s = max(find_free_at_s(request, view), assign_pass.now)
+        self.waiting_order.note_placed(assign_pass.now, request, done_s - begins_at_s)
         self.usual.note_placed(request.prompt_tokens, request.slo.ttft_s)
         is_passed = is_feasible and not request.is_recovery and self.parameters.selects_by_slack
         return assign_pass.place(
