@@ -143,3 +143,23 @@ def test_messages_of_engine_streams_cost_something() -> None:
     costs_us = [float(figure) for figure in re.findall(r"([\d.]+) us", done.stdout)]
     assert len(costs_us) == 2
     assert 0 < costs_us[0] <= costs_us[1]
+
+
+def test_strategies_are_compared_on_paired_seeds_and_go_on_where_they_were(tmp_path: Path) -> None:
+    results = tmp_path / "paired.json"
+    command = [sys.executable, "benchmarks/strategies/paired.py", "--only", "c03", "--scale", "0.03", "--jobs", "1"]
+    tables = []
+    for seeds, num_made in (("1,2", 4), ("1,2,3", 2)):
+        options = ("--seeds", seeds, "--results", results)
+        done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=True)
+        *made, _, _, row = done.stdout.splitlines()
+        assert len(made) == num_made
+        tables.append([cell.strip() for cell in row.split("|")[1:-1]])
+    for table, num_seeds in zip(tables, (2, 3), strict=True):
+        assert table[:3] == ["c03", "flowprefill 3x2048,1x0", "45.07"]
+        others, own = ([float(share) for share in column.split(", ")] for column in table[3:5])
+        assert len(others) == len(own) == num_seeds
+        gain = sum(own) / num_seeds - sum(others) / num_seeds
+        assert float(table[5].split()[0]) == pytest.approx(gain, abs=0.2)
+    # A seed draws the same requests however many there are.
+    assert tables[1][3].startswith(tables[0][3])
