@@ -17,13 +17,18 @@ def test_seats_are_what_lacks_where_one_engine_has_the_kv():
     assert [one.reason for one in assign(make_table(no_kv, no_kv), make_prefill("a"))] == ["kv"]
 
 
-def test_late_prompts_that_had_their_share_let_others_go_first():
-    """The first takes more than a second, all that late prompts may save up."""
+@pytest.mark.parametrize("late_tokens", [0, 5000])
+def test_late_prompts_that_had_their_share_let_others_go_first(late_tokens):
+    """Two of them take more than a second, all that late prompts may save up.
+
+    What engines have to do for other late ones first once counted as time that these gave to others.
+    """
+    queued = {"queued_requests": 1, "queued_prefill_tokens": late_tokens} if late_tokens else {}
+    load = EngineLoad(**queued, late_requests=len(queued) // 2, late_prefill_tokens=late_tokens)
     router = SLUICE.make_router(StrategyParameters(late_share=0.01, credit_s=0.0), random.Random(1))
-    for number, order in ((1, ["late-1", "fresh-1"]), (2, ["fresh-2", "late-2"])):
-        late = make_prefill(f"late-{number}", arrival_s=0.0, tokens=12_000)
-        fresh = make_prefill(f"fresh-{number}", arrival_s=9.0)
-        decisions = router.assign(10.0, [late, fresh], make_table(EngineLoad(), EngineLoad()))
+    for order in (["late", "fresh"], ["late", "fresh"], ["fresh", "late"]):
+        late, fresh = make_prefill("late", arrival_s=0.0, tokens=6000), make_prefill("fresh", arrival_s=9.0)
+        decisions = router.assign(10.0, [late, fresh], make_table(load, load))
         assert [one.request_id for one in decisions] == order
 
 

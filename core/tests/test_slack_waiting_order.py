@@ -120,24 +120,35 @@ def test_several_engines_compute_attention_as_one_that_is_as_fast_as_they_togeth
     assert "".join(sort_names(table, *waiting)) == order
 
 
-def compute_turn(order: WaitingOrder) -> int:
-    return order.compute_urgency(100.0, arrival_s=0.0, ttft_slo_s=4.0, prompt_tokens=9, priority=0)[0]
+def is_late_first(order: WaitingOrder, table: EngineTable) -> bool:
+    late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=100.0)
+    return order.sort(100.0, [fresh, late], table)[0] is late
 
 
 def test_late_prompts_wait_for_their_turn_once_their_credit_of_a_second_is_spent():
-    late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=100.0)
+    late = make_prefill("late", arrival_s=0.0)
     order, table = WaitingOrder(StrategyParameters(late_share=0.5)), make_line_table()
-    order.sort(100.0, [late, fresh], table)
-    turns = [compute_turn(order)]
+    first = [is_late_first(order, table)]
     for execute_s in (1.0, 0.5, 0.5):
         order.note_placed(100.0, late, execute_s)
-        turns.append(compute_turn(order))
-    assert [turn - turns[0] for turn in turns] == [0, 0, 0, 1]
+        first.append(is_late_first(order, table))
+    assert first == [True, True, True, False]
 
 
-def test_prompts_in_time_are_seen_behind_any_number_of_late_ones():
-    """A pass looks at the most urgent alone. Late prompts without a share used to be among these for a second."""
-    router = SLUICE.make_router(StrategyParameters(), random.Random(1))
+def test_a_late_prompt_with_credit_goes_by_its_second_deadline():
+    order, table = WaitingOrder(StrategyParameters(late_share=0.5)), make_line_table()
+    fresh = make_prefill("fresh", arrival_s=99.0)  # due at 103 s, and the late ones at 102.9 and 103.1 s
+    for arrival_s, is_first in ((90.9, True), (91.1, False)):
+        late = make_prefill("late", arrival_s=arrival_s)
+        assert (order.sort(100.0, [fresh, late], table)[0] is late) == is_first
+    recovery = replace(fresh, is_recovery=True)
+    assert order.sort(100.0, [recovery, make_prefill("late", arrival_s=0.0)], table)[0] is recovery
+
+
+@pytest.mark.parametrize("late_share", [0.0, 0.5])
+def test_prompts_in_time_are_seen_behind_any_number_of_late_ones(late_share):
+    """A pass looks at the most urgent alone. Late prompts used to be among these as long as they had credit."""
+    router = SLUICE.make_router(StrategyParameters(late_share=late_share), random.Random(1))
     late = [make_prefill(f"late {number}", arrival_s=0.0) for number in range(MAX_ASSIGNED_AT_ONCE)]
     fresh = make_prefill("fresh", arrival_s=100.0)
 
@@ -156,35 +167,19 @@ def test_prompts_in_time_are_seen_behind_any_number_of_late_ones():
 
 
 def test_a_late_prompt_that_waits_alone_costs_nobody_anything():
-    late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=100.0)
-    order, table = WaitingOrder(StrategyParameters(late_share=0.0)), make_line_table()
-    before = compute_turn(order)
-    order.sort(100.0, [late, fresh], table)
-    order.sort(100.0, [late], table)
+    late = make_prefill("late", arrival_s=0.0)
+    order, table = WaitingOrder(StrategyParameters(late_share=0.5)), make_line_table()
+    order.sort(100.0, [late, make_prefill("later", arrival_s=1.0)], table)
     order.note_placed(100.0, late, 5.0)
-    assert compute_turn(order) == before
+    assert is_late_first(order, table)
 
 
 def test_an_engine_that_has_been_idle_costs_late_prompts_no_more_than_their_prefill():
-    router = SLUICE.make_router(StrategyParameters(late_share=0.0, credit_s=0.0), random.Random(1))
-    late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=100.0)
-    values = {"next_token_due_s": 0.0, "priority": 0, "arrival_s": 0.0, "ttft_slo_s": 4.0, "prompt_tokens": 9}
-    before = router.compute_urgency(100.0, is_recovery=False, **values)
-    router.assign(100.0, [late, fresh], make_line_table())
-    assert router.compute_urgency(100.0, is_recovery=False, **values) == before
-
-
-def test_late_prompts_that_wait_on_an_engine_give_those_behind_them_no_share():
-    """What an engine has to do for late ones first once counted as time that the next late one gave to others."""
-    router = SLUICE.make_router(StrategyParameters(late_share=0.0, credit_s=0.0), random.Random(1))
-    late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=100.0)
-    values = {"next_token_due_s": 0.0, "priority": 0, "arrival_s": 0.0, "ttft_slo_s": 4.0, "prompt_tokens": 9}
-    before = router.compute_urgency(100.0, is_recovery=False, **values)
-    queued = {"queued_requests": 2, "queued_prefill_tokens": 12_000}
-    table = make_table(EngineLoad(**queued, late_requests=2, late_prefill_tokens=12_000))
-    decisions = router.assign(100.0, [late, fresh], table)
-    assert [type(decision) for decision in decisions] == [Place, Place]
-    assert router.compute_urgency(100.0, is_recovery=False, **values) == before
+    router = SLUICE.make_router(StrategyParameters(late_share=0.01, credit_s=0.0), random.Random(1))
+    for _ in range(2):  # the table is of 90 s ago
+        late, fresh = make_prefill("late", arrival_s=0.0), make_prefill("fresh", arrival_s=100.0)
+        decisions = router.assign(100.0, [fresh, late], make_line_table(2))
+        assert [one.request_id for one in decisions] == ["late", "fresh"]
 
 
 def test_an_engine_gets_prompts_that_fit_and_until_it_is_a_whole_credit_behind():

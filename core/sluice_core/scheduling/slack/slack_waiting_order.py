@@ -71,7 +71,8 @@ class WaitingOrder:
             (late if self.is_late(now, request) else others).append(request)
         if late and self._late_share < 1.0:
             self._has_others = bool(others)
-            waiting = [late[0], *others, *late[1:]] if waiting[0] is late[0] else [*others, *late]
+            is_first = bool(others) and self._late_credit_s > 0.0 and self._is_due_before(late[0], others[0])
+            waiting = [late[0], *others, *late[1:]] if is_first else [*others, *late]
         return self._put_longest_last(now, waiting, engines) if self._puts_longest_last else waiting
 
     def compute_urgency(
@@ -89,7 +90,8 @@ class WaitingOrder:
         due_s, turn = arrival_s + ttft_slo_s, 0
         if self._misses(now, due_s, prompt_tokens):
             due_s = arrival_s + self._late_ttft_factor * ttft_slo_s
-            turn = int(self._late_credit_s <= 0.0)  # never with a share of 1
+            # Behind all others, also while they have credit: a pass looks at the most urgent alone, and must see these.
+            turn = int(self._late_share < 1.0)
         return compute_urgency(is_recovery=False, next_token_due_s=0.0, priority=priority, arrival_s=due_s, turn=turn)
 
     def is_late(self, now: float, request: PrefillRequest) -> bool:
@@ -104,6 +106,11 @@ class WaitingOrder:
             self._late_credit_s = min(_MOST_CREDIT_S, self._late_credit_s + self._late_share * execute_s)
         elif self._has_others:
             self._late_credit_s -= (1.0 - self._late_share) * execute_s
+
+    def _is_due_before(self, late: PrefillRequest, other: PrefillRequest) -> bool:
+        """Say whether a late prompt's second deadline is before the deadline of another one, which is no recovery."""
+        due_s = late.arrival_s + self._late_ttft_factor * late.slo.ttft_s
+        return not other.is_recovery and due_s < other.arrival_s + other.slo.ttft_s
 
     def _misses(self, now: float, due_s: float, prompt_tokens: int) -> bool:
         return now + self._compute_alone_s(prompt_tokens) > due_s
