@@ -23,7 +23,7 @@ from sluice_core.sim.routers import SimRouter, SimRouters
 from sluice_core.sim.sim_setup import Arrival, Cell, EngineSetup, LengthsKnown, NoGrant, TtftEnd
 
 ASSIGN_INTERVAL_S: Final = 0.005  # the router asks its placement policy again at most this often
-TICK_S: Final = 0.05  # and at least this often, whatever happens, as the product's router does
+TICK_S: Final = 0.05  # and so often where nothing happens any more, as the product's router does
 
 # Kinds of events.
 ITERATION_END: Final = 0

@@ -116,7 +116,7 @@ class Simulation(ChangingCluster):
         while self.num_missed <= limit:
             if self._report_s and self._changed:
                 self._send_reports()
-            if not heap:
+            if not heap and self.num_arrived == num_requests:
                 self._schedule_ticks()
             if self.num_arrived < num_requests and (not heap or requests[self.num_arrived].arrival_s <= heap[0][0]):
                 request = requests[self.num_arrived]
