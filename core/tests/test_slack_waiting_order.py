@@ -141,6 +141,9 @@ def test_a_late_prompt_with_credit_goes_by_its_second_deadline():
     for arrival_s, is_first in ((90.9, True), (91.1, False)):
         late = make_prefill("late", arrival_s=arrival_s)
         assert (order.sort(100.0, [fresh, late], table)[0] is late) == is_first
+    for priority, is_first in ((0, True), (1, False)):
+        late = make_prefill("late", arrival_s=90.9)
+        assert (order.sort(100.0, [replace(fresh, priority=priority), late], table)[0] is late) == is_first
     recovery = replace(fresh, is_recovery=True)
     assert order.sort(100.0, [recovery, make_prefill("late", arrival_s=0.0)], table)[0] is recovery
 

@@ -71,7 +71,7 @@ class WaitingOrder:
             (late if self.is_late(now, request) else others).append(request)
         if late and self._late_share < 1.0:
             self._has_others = bool(others)
-            is_first = bool(others) and self._late_credit_s > 0.0 and self._is_due_before(late[0], others[0])
+            is_first = bool(others) and self._late_credit_s > 0.0 and self._is_due_before(now, late[0], others[0])
             waiting = [late[0], *others, *late[1:]] if is_first else [*others, *late]
         return self._put_longest_last(now, waiting, engines) if self._puts_longest_last else waiting
 
@@ -107,10 +107,11 @@ class WaitingOrder:
         elif self._has_others:
             self._late_credit_s -= (1.0 - self._late_share) * execute_s
 
-    def _is_due_before(self, late: PrefillRequest, other: PrefillRequest) -> bool:
-        """Say whether a late prompt's second deadline is before the deadline of another one, which is no recovery."""
+    def _is_due_before(self, now: float, late: PrefillRequest, other: PrefillRequest) -> bool:
+        """Say whether a late prompt goes before one that is not, by its second deadline."""
         due_s = late.arrival_s + self._late_ttft_factor * late.slo.ttft_s
-        return not other.is_recovery and due_s < other.arrival_s + other.slo.ttft_s
+        urgency = compute_urgency(is_recovery=False, next_token_due_s=0.0, priority=late.priority, arrival_s=due_s)
+        return urgency < self._get_urgency(now, other, takes_turns=False)
 
     def _misses(self, now: float, due_s: float, prompt_tokens: int) -> bool:
         return now + self._compute_alone_s(prompt_tokens) > due_s
