@@ -22,6 +22,7 @@ import json
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,14 @@ from sluice_core.records import EngineId, Hold, Place, Role, Slo
 from sluice_core.scheduling.prefill_placement import PlacementPolicy
 from sluice_core.sim.goodput_search import search_goodput
 from sluice_core.sim.run_summary import RunSummary, compute_percentile, summarize
-from sluice_core.sim.sim_setup import BLOCK_SIZE_TOKENS, HOST_BYTES_PER_S, Cell, EngineSetup, SimOptions
+from sluice_core.sim.sim_setup import (
+    BLOCK_SIZE_TOKENS,
+    HOST_BYTES_PER_S,
+    Cell,
+    EngineSetup,
+    SimOptions,
+    count_host_blocks,
+)
 from sluice_core.sim.simulation import Simulation
 from sluice_core.sim.traces import HASH_BLOCK_TOKENS, TraceRow, parse_trace
 from sluice_core.sim.workload import DrawnWorkload
@@ -40,7 +48,6 @@ from sluice_core.strategies.placements import PLACEMENTS
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from sluice_core.latency import ModelOnGpu
     from sluice_core.records import Decision, PrefillRequest
     from sluice_core.scheduling.engine_state import EngineState
     from sluice_core.scheduling.engine_table import EngineTable
@@ -49,7 +56,7 @@ if TYPE_CHECKING:
 
 TRACES = Path(__file__).parents[1] / "traces"
 CHUNKS = {"aggregated": (1024, 1024), "taichi": (2048, 512)}
-CHAT_BLOCK_TOKENS = 16  # that a hash names; vLLM's block
+CHAT_BLOCK_TOKENS = BLOCK_SIZE_TOKENS  # that a hash names
 # Of a user who reads an answer and types the next turn, in seconds. Assumed: the trace has no times.
 THINK_S, SECONDS_PER_TOKEN = 60.0, 0.03
 SESSION_HASHES = 2  # of a prompt's beginning: the first one is often a system prompt that conversations share
@@ -196,15 +203,13 @@ class Row:
     kind: str
 
 
-def count_host_blocks(host_gib: float, target: ModelOnGpu) -> int:
-    """Counts the KV blocks of an engine that its host has room for."""
-    return int(host_gib * 2**30) // (BLOCK_SIZE_TOKENS * target.kv_bytes_per_token)
-
-
 def make_cell(row: Row, arguments: argparse.Namespace, seed: int) -> Cell:
     """Makes the cluster of a row."""
     target = load_model_on_gpu("llama-3-8b", "h200-141g", 1)
     prefill_chunk, decode_chunk = CHUNKS[row.strategy]
+    host_blocks = None
+    if arguments.host_gib is not None:
+        host_blocks = count_host_blocks(arguments.host_gib, target.kv_bytes_per_token, BLOCK_SIZE_TOKENS)
     setup = EngineSetup(
         engine_id=EngineId("e0"),
         profile=target.profile,
@@ -212,7 +217,7 @@ def make_cell(row: Row, arguments: argparse.Namespace, seed: int) -> Cell:
         chunk_size_tokens=prefill_chunk,
         kv_blocks_total=int(target.kv_capacity_tokens * arguments.kv_scale) // BLOCK_SIZE_TOKENS,
         kv_bytes_per_token=target.kv_bytes_per_token,
-        host_kv_blocks=None if arguments.host_gib is None else count_host_blocks(arguments.host_gib, target),
+        host_kv_blocks=host_blocks,
         host_bytes_per_s=arguments.host_gb_per_s * 1e9,
     )
     decode_heavy = replace(setup, role=Role.DECODE_HEAVY, chunk_size_tokens=decode_chunk)
@@ -264,6 +269,7 @@ def make_chats(rows: Sequence[TraceRow], rate_rps: float, seed: int) -> list[Tra
     return [row for _, row in sorted(turns, key=lambda turn: turn[0])]
 
 
+@cache
 def read_rows(trace: str, rate_rps: float, seed: int) -> list[TraceRow]:
     """Reads the prompts of a run."""
     name = "sharegpt_8k.csv.gz" if trace == "chats" else f"mooncake_{trace}_hash.jsonl.gz"

@@ -16,18 +16,19 @@ import json
 import math
 import statistics
 import tomllib
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sluice_cli.simulation.cluster_spec import parse_engines
 from sluice_cli.simulation.plan_inputs import make_inputs
 from sluice_cli.simulation.strategy_cells import load_cells
 from sluice_cli.simulation.trace_cache import load_rows
-from sluice_core.planning.slider_candidates import SliderCandidate
+from sluice_cli.simulation.worker_processes import WorkerPool
 from sluice_core.planning.trials import build_cell
 from sluice_core.sim.simulation import Simulation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 FOLDER = Path(__file__).parent
 OWN = "sluice"
@@ -42,7 +43,7 @@ class Run:
 
     Args:
         cell: Its name.
-        system: Strategy and engines, such as ``flowprefill 3x384,1x0``.
+        system: Strategy and engines, such as ``flowprefill 3x384,1x0``; without engines: the cell's, all alike.
         seed: Of requests and random choices.
         rate_rps: Requests per second.
         duration_s: Its length.
@@ -70,23 +71,14 @@ def simulate(run: Run) -> dict[str, float]:
         more than ``LATE_OBJECTIVES`` of them. Those without a first token count as having waited for ever.
     """
     (cell,) = load_cells(FOLDER / "drawn_cells.toml", [run.cell])
-    inputs = make_inputs(cell.manifest, cell.change(run.changes).flags, load_rows(cell.trace))
+    flags = cell.change(run.changes).flags
+    assert flags.replicas is not None
     strategy, _, engines = run.system.partition(" ")
-    (tensor_parallel,) = inputs.problem.engines
-    candidate = inputs.space.make_candidate(strategy, inputs.goal.most_replicas, tensor_parallel)
-    if engines:
-        groups = [(group.count, group.chunk_size_tokens or 0) for group in parse_engines(engines)]
-        (num_prefill, prefill_tokens), (num_decode, decode_tokens) = [*groups, (0, 0)][:2]
-        candidate = SliderCandidate(
-            strategy=strategy,
-            num_prefill_heavy=num_prefill,
-            num_decode_heavy=num_decode,
-            prefill_heavy_tokens=prefill_tokens,
-            decode_heavy_tokens=decode_tokens,
-            tensor_parallel=tensor_parallel,
-        )
+    flags = replace(flags, strategies=(strategy,), engines=engines or f"{flags.replicas[1]}xmax")
+    inputs = make_inputs(cell.manifest, flags, load_rows(cell.trace))
+    assert inputs.in_force is not None
     arrivals = inputs.problem.make_workload(run.seed).make_arrivals(run.rate_rps, run.duration_s)
-    simulation = Simulation(build_cell(inputs.problem, candidate, run.seed), arrivals)
+    simulation = Simulation(build_cell(inputs.problem, inputs.in_force, run.seed), arrivals)
     simulation.run()
     waits = [
         (request.first_token_s - request.arrival_s) / request.ttft_slo_s if request.first_token_s >= 0.0 else math.inf
@@ -97,6 +89,38 @@ def simulate(run: Run) -> dict[str, float]:
         "longest_wait": max(waits),
         "very_late": sum(wait > LATE_OBJECTIVES for wait in waits) / len(waits),
     }
+
+
+def _prepare(_: object) -> Callable[[Run], dict[str, float]]:
+    return simulate
+
+
+def list_runs(arguments: argparse.Namespace, cell: str, rival: dict[str, Any], system: str) -> list[Run]:
+    """Lists the runs of a system in a cell, one for each seed."""
+    return [
+        Run(
+            cell=cell,
+            system=system,
+            seed=int(seed),
+            rate_rps=rival["rate_rps"] * arguments.factor,
+            duration_s=rival["duration_s"] * arguments.scale,
+            changes=tuple(arguments.set),
+        )
+        for seed in arguments.seeds.split(",")
+    ]
+
+
+def make_runs(runs: Sequence[Run], num_processes: int, path: Path) -> dict[str, dict[str, float]]:
+    """Makes the runs that a file of results lacks, and writes them to it; returns all that is in it, by key."""
+    found: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
+    missing = [run for run in runs if run.key not in found]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with WorkerPool(_prepare, None, num_processes) as pool:
+        for number, (run, result) in enumerate(zip(missing, pool.map(missing), strict=True), 1):
+            found[run.key] = result
+            path.write_text(json.dumps(found, indent=1) + "\n")
+            print(f"{run.cell}, {run.system}, seed {run.seed} ({number} of {len(missing)}): {result}", flush=True)
+    return found
 
 
 def format_row(
@@ -131,47 +155,17 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path(".sluice/bench/paired.json"))
     arguments = parser.parse_args()
     table = tomllib.loads((FOLDER / "rivals.toml").read_text())
-    seeds = [int(seed) for seed in arguments.seeds.split(",")]
-    found: dict[str, Any] = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
-    cells: dict[str, tuple[float, dict[str, list[Run]]]] = {}
-    for cell in arguments.only or table:
-        rate_rps, duration_s = table[cell]["rate_rps"] * arguments.factor, table[cell]["duration_s"] * arguments.scale
-        cells[cell] = (
-            rate_rps,
-            {
-                system: [
-                    Run(
-                        cell=cell,
-                        system=system,
-                        seed=seed,
-                        rate_rps=rate_rps,
-                        duration_s=duration_s,
-                        changes=tuple(arguments.set),
-                    )
-                    for seed in seeds
-                ]
-                for system in (table[cell]["rival"], OWN)
-            },
-        )
-    missing = [
-        run for _, systems in cells.values() for runs in systems.values() for run in runs if run.key not in found
-    ]
-    arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(arguments.jobs) as pool:
-        for number, future in enumerate(
-            as_completed(futures := {pool.submit(simulate, run): run for run in missing}), 1
-        ):
-            run = futures[future]
-            found[run.key] = future.result()
-            arguments.results.write_text(json.dumps(found, indent=1) + "\n")
-            print(
-                f"{run.cell}, {run.system}, seed {run.seed} ({number} of {len(missing)}): {found[run.key]}", flush=True
-            )
+    pairs = {
+        cell: [list_runs(arguments, cell, table[cell], system) for system in (table[cell]["rival"], OWN)]
+        for cell in arguments.only or table
+    }
+    everything = [run for pair in pairs.values() for runs in pair for run in runs]
+    found = make_runs(everything, arguments.jobs, arguments.results)
     print("| cell | other | requests/s | its attainment | Sluice's | gain | longest wait | over four objectives |")
     print("|---|---|---|---|---|---|---|---|")
-    for cell, (rate_rps, systems) in cells.items():
-        other, own = ([found[run.key] for run in runs] for runs in systems.values())
-        print(format_row(cell, table[cell]["rival"], rate_rps, own, other))
+    for cell, pair in pairs.items():
+        other, own = ([found[run.key] for run in runs] for runs in pair)
+        print(format_row(cell, table[cell]["rival"], pair[0][0].rate_rps, own, other))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from sluice_cli.simulation.simulation_settings import AHEAD
 from sluice_core.latency.measured_profiles import Assumptions, ProfileKind, load_model_on_gpu
 from sluice_core.latency.transfer import LINKS, LinkSpeed
 from sluice_core.records import EngineId, Role
-from sluice_core.sim.sim_setup import Cell, EngineSetup, RouterSetup, SimOptions, TransferLink
+from sluice_core.sim.sim_setup import Cell, EngineSetup, RouterSetup, SimOptions, TransferLink, count_host_blocks
 from sluice_core.sim.traces import HASH_BLOCK_TOKENS
 from sluice_core.strategies import get_strategy
 
@@ -81,7 +81,7 @@ def build_engines(spec: ClusterSpec) -> list[EngineSetup]:
             link=link,
             operators_per_iteration=settings.operators_per_iteration,
             latency_factor=settings.engine_latency_factor,
-            host_kv_blocks=_count_host_blocks(settings, target.kv_bytes_per_token),
+            host_kv_blocks=_find_host_blocks(settings, target.kv_bytes_per_token),
             host_bytes_per_s=settings.host_bytes_per_s,
         )
         for role, group in zip(_ROLES, spec.engines, strict=False)
@@ -89,11 +89,11 @@ def build_engines(spec: ClusterSpec) -> list[EngineSetup]:
     ]
 
 
-def _count_host_blocks(settings: SimulationSettings, kv_bytes_per_token: int) -> int | None:
-    """Counts the KV blocks of an engine that its host's memory has room for; None: it keeps none."""
+def _find_host_blocks(settings: SimulationSettings, kv_bytes_per_token: int) -> int | None:
+    """Finds how many KV blocks of an engine its host's memory has room for; None: it keeps none."""
     if settings.host_kv_gib is None or not settings.prefix_reuse:
         return None
-    return int(settings.host_kv_gib * 2**30) // (kv_bytes_per_token * settings.block_size)
+    return count_host_blocks(settings.host_kv_gib, kv_bytes_per_token, settings.block_size)
 
 
 def make_link_speed(settings: SimulationSettings) -> LinkSpeed:

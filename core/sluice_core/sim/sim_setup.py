@@ -44,6 +44,11 @@ class TtftEnd(StrEnum):
     DECODE_JOIN = "decode_join"
 
 
+def count_host_blocks(host_gib: float, kv_bytes_per_token: int, block_size_tokens: int) -> int:
+    """Count the KV blocks that a host's memory has room for: see ``EngineSetup.host_kv_blocks``."""
+    return int(host_gib * 2**30) // (kv_bytes_per_token * block_size_tokens)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimOptions:
     """Semantics that papers and the product differ in. Defaults: the product.

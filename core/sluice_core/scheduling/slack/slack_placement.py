@@ -80,14 +80,13 @@ class SlackPlacement(LengthAwarePlacement):
             assign_pass.note_late_held(request, "seats")
             return Hold(request_id=request.request_id, reason="seats")
         # One that will be late waits on the engine behind those that are. So these count for it alone.
-        free_at_s = find_free_at_s(request, view) if is_feasible else view.free_at_s + view.late_s
-        ahead_s = free_at_s - assign_pass.now
+        begins_at_s = find_free_at_s(request, view)
+        ahead_s = (begins_at_s if is_feasible else view.free_at_s + view.late_s) - assign_pass.now
         if credit_s and ahead_s > credit_s:
             if not is_feasible:
                 assign_pass.note_late_held(request, "late_binding")
             return Hold(request_id=request.request_id, reason="late_binding")
-        begins_at_s = max(find_free_at_s(request, view), assign_pass.now)
-        self.waiting_order.note_placed(assign_pass.now, request, done_s - begins_at_s)
+        self.waiting_order.note_placed(assign_pass.now, request, done_s - max(begins_at_s, assign_pass.now))
         self.usual.note_placed(request.prompt_tokens, request.slo.ttft_s)
         is_passed = is_feasible and not request.is_recovery and self.parameters.selects_by_slack
         return assign_pass.place(

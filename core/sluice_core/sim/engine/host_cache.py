@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import Final
 
-from sluice_core.sim.engine.prefix_cache import POSITION_BITS, CacheChanges
+from sluice_core.sim.engine.prefix_cache import POSITION_BITS, ReportedCache
 
 ASK_LATER: Final = -1  # ``HostCache.find``: a copy of a block that was found is under way
 _STORING: Final = -1  # references of a block that is on its way to the host
@@ -46,7 +46,7 @@ class _Access:
         self.num_offered = 0
 
 
-class HostCache:
+class HostCache(ReportedCache):
     """The host memory of one engine; mutable, changed by the engine and its ``HostPrefills``.
 
     Args:
@@ -60,7 +60,6 @@ class HostCache:
         num_stored_blocks: Blocks whose copy to here has begun.
         num_loaded_blocks: Blocks whose copy to the GPU has begun.
         num_refused: Offers that found too little room.
-        changes: Since they were last taken away; None: they are not kept.
     """
 
     __slots__ = (
@@ -74,7 +73,6 @@ class HostCache:
         "_stores",
         "_stores_end_s",
         "_unsent",
-        "changes",
         "num_hit_tokens",
         "num_loaded_blocks",
         "num_loads",
@@ -83,12 +81,12 @@ class HostCache:
     )
 
     def __init__(self, num_blocks: int, block_bytes: int, bytes_per_s: float) -> None:
+        super().__init__()
         self.num_hit_tokens = 0
         self.num_loads = 0
         self.num_stored_blocks = 0
         self.num_loaded_blocks = 0
         self.num_refused = 0
-        self.changes: CacheChanges | None = None
         self._num_blocks = num_blocks
         self._block_s = block_bytes / bytes_per_s
         self._references: OrderedDict[int, int] = OrderedDict()  # by key, the longest unused first
@@ -99,12 +97,6 @@ class HostCache:
         self._stores_end_s = 0.0
         self._loading: set[int] = set()
         self._loads_end_s = 0.0
-
-    def take_changes(self) -> CacheChanges:
-        """Return what has changed since the last call; keeps changes from the first call on."""
-        changes = self.changes
-        self.changes = CacheChanges()
-        return CacheChanges() if changes is None else changes
 
     def holds(self, key: int) -> bool:
         """Say whether a block is there and may be read."""

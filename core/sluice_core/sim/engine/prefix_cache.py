@@ -55,11 +55,30 @@ class CacheChanges:
             self.removed.add(key)
 
 
+class ReportedCache:
+    """A cache whose changes are reported; mutable.
+
+    Attributes:
+        changes: Since they were last taken away; None: they are not kept.
+    """
+
+    __slots__ = ("changes",)
+
+    def __init__(self) -> None:
+        self.changes: CacheChanges | None = None
+
+    def take_changes(self) -> CacheChanges:
+        """Return what has changed since the last call; keeps changes from the first call on."""
+        changes = self.changes
+        self.changes = CacheChanges()
+        return CacheChanges() if changes is None else changes
+
+
 POSITION_BITS: Final = 24  # of a key: a request's blocks are fewer
 _ENDS: Final = 0  # the entry between the last and the first idle one
 
 
-class PrefixCache:
+class PrefixCache(ReportedCache):
     """The blocks of one engine; mutable, changed by the engine and its ``PrefillQueue``.
 
     Callers have checked that there are so many blocks: see ``SimEngine.free_blocks``.
@@ -75,7 +94,6 @@ class PrefixCache:
         num_uncached: Blocks in use without a hash.
         num_queried_tokens: Tokens of the prompts that were looked up and begun.
         num_hit_tokens: Of these, tokens that were found.
-        changes: Since they were last taken away; None: they are not kept.
     """
 
     __slots__ = (
@@ -89,7 +107,6 @@ class PrefixCache:
         "_previous",
         "_references",
         "_unused",
-        "changes",
         "num_empty",
         "num_free_cached",
         "num_hit_tokens",
@@ -98,12 +115,12 @@ class PrefixCache:
     )
 
     def __init__(self, num_blocks: int, block_size_tokens: int, hash_block_tokens: int) -> None:
+        super().__init__()
         self.num_empty = num_blocks
         self.num_free_cached = 0
         self.num_uncached = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
-        self.changes: CacheChanges | None = None
         self._num_blocks = num_blocks
         self._block_size = block_size_tokens
         self._hash_block = hash_block_tokens
@@ -114,12 +131,6 @@ class PrefixCache:
         self._references: list[int] = [0] * (num_blocks + 1)
         self._next: list[int] = [_ENDS] * (num_blocks + 1)
         self._previous: list[int] = [_ENDS] * (num_blocks + 1)
-
-    def take_changes(self) -> CacheChanges:
-        """Return what has changed since the last call; keeps changes from the first call on."""
-        changes = self.changes
-        self.changes = CacheChanges()
-        return CacheChanges() if changes is None else changes
 
     def find_cached_blocks(self, index: int, prompt_tokens: int, hashes: tuple[int, ...], num_tokens: int) -> list[int]:
         """Find the cached blocks that a request's tokens begin with.
